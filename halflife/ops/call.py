@@ -19,14 +19,12 @@ class Call:
 
     Attributes:
         spec: the op.
-        op: its name.
         tensors: name → tensor, or None where it is absent.
         sizes: letter of `halflife.shapes` → number.
-        device: the device of the tensors.
         state: the states before the first token, or None for zeros.
         packing: where the sequences lie.
         scale: factor of the output, or None (see `output_scale`).
-        chunk_size: tokens a chunk, which implementations may round.
+        chunk_size: tokens per chunk, which implementations may round.
         options: other settings of the op.
         is_token: whether this is one token of each sequence, as while decoding.
         output_dtype: dtype of the output, that of v, or of the first tensor in an op without v.
@@ -53,12 +51,7 @@ class Call:
         cls, op: str, tensors: Mapping[str, Any], initial_state: Any = None, cu_seqlens: Any = None, *,
         scale: float | None = None, chunk_size: int = 64, **options: Any,
     ) -> Call:  # fmt: skip
-        """Check the arguments of an op.
-
-        Raises:
-            TypeError: an argument is no tensor.
-            ValueError: a shape, dtype or device does not fit, or a log-decay is positive; the message says what would.
-        """
+        """Check the arguments of an op; see `Spec.check` and `arguments.check_decay`."""
         spec = OPS[op]
         sizes, device = spec.check(tensors)
         if scale is not None:

@@ -25,27 +25,16 @@ from halflife.precision import compute_dtype
 ACTIVATIONS = {"silu": F.silu, None: lambda y: y}
 
 define(
-    "causal_conv1d",
-    x="B T D",
-    weight="D W",
-    bias="D | None",
-    state="N D W-1",
-    wide=False,
+    "causal_conv1d", x="B T D", weight="D W", bias="D | None", state="N D W-1", wide=False,
     settings={"activation": "silu"},
-)
+)  # fmt: skip
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = "silu",
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    activation: str | None = "silu", initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Causal depthwise convolution `y_t = act(Σ_i w_i ⊙ x_{t−W+1+i} + bias)`.
 
     Args:

@@ -28,19 +28,10 @@ define(
 
 
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int = 64,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rule: `S' = diag(e^{g_t}) S_{t−1}`, `S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ`, `o_t = S_tᵀ q_t · scale`.
 
     Args:

@@ -43,21 +43,10 @@ define(
 
 
 def gate_rank(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_slow: Tensor,
-    g_fast: Tensor,
-    beta: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: States | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int = 64,
-    backend: str = "auto",
-    reset_law: str = "mask",
-) -> tuple[Tensor, States | None]:
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor, g_fast: Tensor, beta: Tensor | None = None, *,
+    scale: float | None = None, initial_state: States | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto", reset_law: str = "mask",
+) -> tuple[Tensor, States | None]:  # fmt: skip
     """GateRank: `fast ← e^{g_fast} fast`, at resets `slow ← e^{g_slow} (slow + fast)` and `fast ← 0`, then the update.
 
     Args:

@@ -15,13 +15,8 @@ def token_loop(
 ) -> tuple[Tensor, Tensor]:
     """Run the definition of an op: `o_t, state = token(state, q_t, k_t, v_t, *others_t, g_t)` for one token at a time.
 
-    Args:
-        token: the update and the read-out of one token. A scalar log-decay reaches it as `[B, H, 1]`.
-        call: the arguments of the op.
-        others: further inputs `[B, T, H, …]` of `token`, in its order; None stays None.
-
-    Returns:
-        The outputs `[B, T, H, V]` in v's dtype and the final states `[N, H, num_states · K, V]` in the compute dtype.
+    `others` are `[B, T, H, …]`, or None. A scalar log-decay reaches `token` as `[B, H, 1]`. The outputs are
+    `[B, T, H, V]` in v's dtype, and the final states `[N, H, num_states · K, V]` in the compute dtype.
     """
     states, scale, g = call.first_state(), call.output_scale, call.decay
     if g is not None and g.ndim == 3:

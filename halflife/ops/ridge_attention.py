@@ -39,21 +39,11 @@ define(
 
 
 def ridge_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    ridge: Tensor,
-    *,
-    iterations: int = 30,
-    tolerance: float = 1e-6,
-    initial_state: State | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ridge: Tensor, *,
+    iterations: int = 30, tolerance: float = 1e-6, initial_state: State | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64,
     backend: str = "auto",
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, State | None]:  # fmt: skip
     """Ridge attention, `y_t = C_t (G_t + Λ)⁻¹ q_t`; the equations stand at the top of the module.
 
     Args:

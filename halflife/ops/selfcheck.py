@@ -34,14 +34,11 @@ TOLERANCES = {
 # measured in Triton's interpreter (1.0e-2).
 KERNELS = {"triton": 4e-2, "fla": 4e-2}
 
-
 # Ops with cases of their own; the inputs of all others are drawn from their specifications.
 VARIED = {
     op.__name__: op
-    for op in (
-        linear_attention, dplr, delta_rule, gate_rank, log_linear_attention, ridge_attention, koopman_attention
-    )
-}  # fmt: skip
+    for op in (linear_attention, dplr, delta_rule, gate_rank, log_linear_attention, ridge_attention, koopman_attention)
+}
 SIZES = {"B": 2, "H": 2, "K": 32, "V": 32, "D": 64, "W": 4, "R": 3, "P": 16, "L": 5}  # those of the others
 
 
@@ -96,12 +93,9 @@ class Report:
 
 
 def selfcheck(
-    device: torch.device | str = "cpu",
-    length: int = 130,
-    *,
-    ops: Sequence[str] | None = None,
+    device: torch.device | str = "cpu", length: int = 130, *, ops: Sequence[str] | None = None,
     backends: Sequence[str] | None = None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Compare outputs, final states and gradients of all backends of all ops with the float64 token loop.
 
     Inputs that a backend refuses (because of their dtype, for example) are left out. If it takes the inputs and raises

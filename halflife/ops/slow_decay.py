@@ -15,24 +15,14 @@ from torch import Tensor
 
 
 def split_decay(g: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Return `(kept, change)` with `e^g = kept + change`, where `kept` is 1 for `g > −ln 2`, and else 0.
-
-    Args:
-        g: log-decays.
-        dtype: dtype of both results; None means that of g.
-    """
+    """Return `(kept, change)` in `dtype` with `e^g = kept + change`, where `kept` is 1 for `g > −ln 2`, and else 0."""
     slow = g > -math.log(2)
     change = torch.where(slow, g.expm1(), g.exp()).to(dtype)
     return slow.to(change.dtype), change
 
 
 def decay_and_add(state: Tensor, g: Tensor | None, update: Tensor) -> Tensor:
-    """Compute `e^g ⊙ state + update`; None is no decay.
-
-    Args:
-        state, update: `[B, H, K, V]`.
-        g: log-decay `[B, H, 1]` or `[B, H, K]`.
-    """
+    """Compute `e^g ⊙ state + update` of `state, update [B, H, K, V]` and `g [B, H, 1 or K]`; None is no decay."""
     if g is None:
         return state + update
     kept, change = (x.unsqueeze(-1) for x in split_decay(g))

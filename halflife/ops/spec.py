@@ -60,17 +60,9 @@ class Shape:
         return tuple([known[letter] + offset for letter, offset in self.choices[0]])
 
     def check(self, name: str, x: Any, known: dict[str, int], device: torch.device | None) -> torch.device:
-        """Check a tensor, add the numbers of its letters to `known`, and return its device.
+        """Check the argument `name`, add the numbers of its letters to `known`, and return its device.
 
-        Args:
-            name: name of the argument.
-            x: the argument, present.
-            known: letter → number, from the tensors before it.
-            device: the device of the tensors before it, or None.
-
-        Raises:
-            TypeError: it is no tensor (a list or a numpy array, for example).
-            ValueError: its dtype, device or shape does not fit; the message says what would.
+        `known` and `device` are those of the tensors before it. The message of an error says what would fit.
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {'None' if x is None else type(x).__name__}")
@@ -142,9 +134,7 @@ class Spec:
     def check(self, tensors: Mapping[str, Any]) -> tuple[dict[str, int], torch.device]:
         """Check all tensors; return the number that each letter stands for, and the device.
 
-        Raises:
-            TypeError: an argument is no tensor.
-            ValueError: a dtype, device or shape does not fit; the message says what would.
+        It raises a TypeError for what is no tensor, and a ValueError for a dtype, device or shape that does not fit.
         """
         known, device = {"1": 1}, None
         for name, shape in self.tensors.items():

@@ -48,11 +48,7 @@ def implements(
     """Register the decorated function, or `function`, as the `backend` of `op`.
 
     Implementations of an op on tokens take a `Call` and return `(o, final state)`. Those of a pass take its arguments.
-
-    Args:
-        op, backend: their names.
-        function: the implementation, or "module:function", whose module is imported at the first use.
-        why_not, steps, traceable: see `Implementation`.
+    See `Implementation` for the other arguments.
     """
 
     def register(function: Any) -> Any:
@@ -108,9 +104,7 @@ def _interpreted(backend: str, device: torch.device) -> bool:
 def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Callable[..., Any]:
     """Return the implementation of `op` that runs on `device` (and this call, if given).
 
-    Raises:
-        ValueError: `backend` is no backend of this op, or cannot run here; the message gives the reason and the
-            backends that can.
+    If `backend` is none of this op, or cannot run here, a ValueError gives the reason and the backends that can.
     """
     backends = OPS[op].backends
     if backend == "auto":
@@ -166,19 +160,9 @@ def dispatch(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Check the arguments of an op, choose its implementation and run it.
 
-    Args:
-        op: name of the op.
-        tensors: its tensors by name.
-        initial_state, cu_seqlens, backend, output_final_state: as in `ops.linear_attention`.
-        **settings: `scale`, `chunk_size`, and the options of the op (see `Call`).
-
-    A call whose initial state is float64 runs in float64, also with other inputs, and so returns a float64 state.
-
-    Returns:
-        The outputs in v's dtype, and the final state or None.
-
-    Raises:
-        ValueError: a shape does not fit, or the backend cannot run.
+    `settings` are `scale`, `chunk_size`, and the options of the op (see `Call`); `ops.linear_attention` describes the
+    rest. It returns the outputs in v's dtype, and the final state or None. A call whose initial state is float64 runs
+    in float64, also with other inputs, and so returns a float64 state.
     """
     call = Call.of(op, tensors, initial_state, cu_seqlens, **settings)
     dtype, call = call.output_dtype, call.widened()
@@ -193,9 +177,6 @@ def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings:
 
     With "auto", tensors of fewer than `SMALLEST_PASS` entries go through torch's expression, which is faster for them,
     unless the kernel is `always` faster.
-
-    Raises:
-        ValueError: the tensors are on several devices, or the backend cannot run.
     """
     first: Any = tensors[0]
     device = first.device

@@ -34,10 +34,7 @@ VERSIONS = ((0, 6), (0, 7))
 def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
     """Return the reason why fla cannot run `op` on `device`, or would give wrong results; None if it can.
 
-    Args:
-        op: "linear_attention", "delta_rule" or "dplr".
-        device: the device of the tensors.
-        call: the arguments of the op. None judges only the device and the installed packages.
+    Without a call, only the device and the installed packages are judged.
     """
     if device.type != "cuda":
         return f"fla's kernels run on CUDA devices, not on {device.type}"
@@ -139,15 +136,10 @@ def _run(name: str, call: Call, **gates: Tensor | None) -> tuple[Tensor, Tensor]
     module, _, function = name.rpartition(".")
     bounds = call.packing.cu_seqlens
     o, state = getattr(importlib.import_module(f"fla.ops.{module}"), function)(
-        call["q"],
-        call["k"],
-        call["v"],
-        **gates,
-        scale=float(call.output_scale),
-        initial_state=None if call.state is None else call.state[0].float(),
-        output_final_state=True,
+        call["q"], call["k"], call["v"], **gates, scale=float(call.output_scale),
+        initial_state=None if call.state is None else call.state[0].float(), output_final_state=True,
         cu_seqlens=None if bounds is None else bounds.to(torch.int64),
-    )
+    )  # fmt: skip
     return o.to(call.output_dtype), state
 
 

@@ -76,13 +76,9 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 class ChunkBlock:
-    """A block of chunks of one op. Its tensors are `[b, H, c, C, D]`.
+    """A block of chunks of one op, computed in `dtype`. Its tensors are `[b, H, c, C, D]`.
 
-    Args:
-        inputs: the op's aligned inputs. The queries come first, and the log-decay (or None) last.
-        scale: factor of the queries.
-        dtype: dtype of the computation.
-        place: where the block stands.
+    Of the op's aligned inputs, the queries come first, and the log-decay (or None) last.
     """
 
     decay_type: Callable[..., Any] = staticmethod(make_decay)  # makes the decay of a block from its log-decays

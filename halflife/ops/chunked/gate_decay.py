@@ -29,10 +29,7 @@ from halflife.precision import wide
 class GateDecay:
     """The weights of both states. `halflife.ops.chunked.decays` describes the members.
 
-    Args:
-        g: log-decays `[b, H, c, C, 2]`, slow and fast. A token whose slow log-decay is not 0 is a reset.
-        chunk: tokens a chunk.
-        chunks: number of chunks in the block.
+    `g [b, H, c, C, 2]` are the log-decays, slow and fast. A token whose slow log-decay is not 0 is a reset.
     """
 
     num_states = 2

@@ -20,7 +20,6 @@ REFRESHES = ("chunk", "token")
 NORMALIZATIONS = ("causal", "sequence", "paper", "trace")
 OPERATORS = ("whitened", "main_text")
 
-
 SPEC = define(
     "koopman_attention", q="B S H R", k="B T H R", v="B T H P", gamma="number | 1 | H", mix="number | 1 | H | J+1 H",
     g="B T H | B T H R | None", beta="B T H | None", mask="any B T | None",
@@ -75,12 +74,7 @@ class KoopmanCall:
         return replace(self, k=k, v=v, g=g, beta=None, cu_seqlens=self.packing)
 
     def check(self) -> None:
-        """Checks all arguments.
-
-        Raises:
-            TypeError: an argument is no tensor.
-            ValueError: a shape, dtype, device, name or number does not fit.
-        """
+        """Checks all arguments; see `Spec.check`."""
         q, k, mode = self.q, self.k, self.mode
         tensors = {name: getattr(self, name) for name in SPEC.tensors}
         sizes, _ = SPEC.check(tensors)

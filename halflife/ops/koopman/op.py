@@ -51,27 +51,12 @@ OP = "koopman_attention"
 
 
 def koopman_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    gamma: float | Tensor = 1.0,
-    mix: float | Tensor = 1.0,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    ridge: float = 1e-3,
-    power: int = 2,
-    mode: str = "chunk",
-    mask: Tensor | None = None,
-    chunk_size: int = 64,
-    refresh: str = "chunk",
-    normalization: str = "causal",
-    initial_state: KoopmanState | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    backend: str = "auto",
-    operator: str = "whitened",
-) -> tuple[Tensor, KoopmanState | None]:
+    q: Tensor, k: Tensor, v: Tensor, *, gamma: float | Tensor = 1.0, mix: float | Tensor = 1.0,
+    g: Tensor | None = None, beta: Tensor | None = None, ridge: float = 1e-3, power: int = 2,
+    mode: str = "chunk", mask: Tensor | None = None, chunk_size: int = 64, refresh: str = "chunk",
+    normalization: str = "causal", initial_state: KoopmanState | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None, backend: str = "auto", operator: str = "whitened",
+) -> tuple[Tensor, KoopmanState | None]:  # fmt: skip
     """Spectral Koopman attention; the equations stand at the top of the module.
 
     Args:

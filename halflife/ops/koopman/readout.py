@@ -45,15 +45,9 @@ class KoopmanReadout:
         return torch.cat([ends[:1], middle, ends[1:]]) if self.power else ends.sum(0, keepdim=True)
 
     def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, int]:
-        """Read operators with `q [n, H, S, R]` through Cholesky factors.
+        """Read operators with `q [n, H, S, R]` through Cholesky factors; `norm [n, H]` replaces the m² of `sums`.
 
-        Args:
-            sums: the sums of the operators, `[n, H, …]`.
-            q: the queries.
-            norm: m² `[n, H]` in the place of the largest norm in `sums`.
-
-        Returns:
-            The outputs `[n, H, S, P]`, and how many factorisations were repeated.
+        It returns the outputs `[n, H, S, P]`, and how many factorisations were repeated.
         """
         if self.operator == "main_text":
             factor = inverse_factor(sums if norm is None else sums._replace(norm=norm), self.ridge)

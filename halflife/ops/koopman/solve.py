@@ -29,10 +29,7 @@ def cholesky(gram: Tensor) -> Factor:
     """Factorise `gram [..., R, R]`, which is in units of m², into L Lᵀ.
 
     Rounding errors of a long sum can exceed the ridge. A matrix whose factorisation fails is factorised again with
-    `FIRST_JITTER` added to its diagonal, and each time it fails with ten times as much.
-
-    Raises:
-        ValueError: the matrix is not finite.
+    `FIRST_JITTER` added to its diagonal, and each time it fails with ten times as much. It must be finite.
     """
     factor, info = torch.linalg.cholesky_ex(gram)
     jitter, retries, eye = FIRST_JITTER, 0, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -119,10 +116,7 @@ def add_token(
     is unchanged before the token enters. Where m² does something else, the factor is computed from the sums instead:
     where the key sets a new m², under "trace", where every key does, with a decay under "paper", where m² does not
     decay, with one decay per channel, and where g has a gradient, since the unit m² is a constant (see
-    `inverse_factor`) although it decays.
-
-    Returns:
-        The new memory, and the retries of its factorisations.
+    `inverse_factor`) although it decays. The second result are the retries of the factorisations.
     """
     new = add_to_sums(k, v, g, memory)
     new = new._replace(sums=new.sums.normalized(normalization, memory.sums.norm))

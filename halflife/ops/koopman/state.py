@@ -155,10 +155,6 @@ def initial_memory(
     """A user's state as a memory in the compute dtype; None means a blank one.
 
     A state without decays can be continued with decays. Its pending tokens then have the log-decay 0.
-
-    Raises:
-        ValueError: the state is of another op, number of sequences, head size or chunk size, or has decays that the
-            call has not.
     """
     if state is None:
         return blank(k, v, sequences, chunk_size, decays)
@@ -234,11 +230,7 @@ def mask_keys(k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def with_pending(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Put the pending tokens before `k [N, T, H, R]`, `v [N, T, H, P]` and `g [N, T, H, 1 or R]`.
-
-    Raises:
-        ValueError: the sequences have different numbers of pending tokens.
-    """
+    """Put the pending tokens, of equal number, before `k [N, T, H, R]`, `v [N, T, H, P]` and `g [N, T, H, 1 or R]`."""
     counts = memory.pending
     pending = int(counts.max()) if len(counts) else 0
     if (counts != pending).any():

@@ -58,8 +58,7 @@ def chunked(rows: Rows) -> tuple[Tensor, Tensor]:
 def _align(rows: Rows) -> tuple[list[Tensor], Tensor]:
     """Cut rows into chunks that begin at multiples of C: `[N, H, T, …]` → `[N, H, M, C, …]`, 0 where no token is.
 
-    Returns:
-        The tensors, and the place of each token in its row of M · C places `[N, T]`.
+    The second result is the place of each token in its row of M · C places `[N, T]`.
     """
     length, shift = rows.q.shape[2], rows.position % rows.chunk
     places = length if rows.fresh else length + int(shift.max())
@@ -78,15 +77,9 @@ def _older(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield, for sizes of 2⁰, 2¹, … chunks, the merged state that each reader reads, and its decay up to the reader.
 
-    Args:
-        states, g: the states `[N, H, M, K, V]` and log-decays `[N, H, M]` of single chunks.
-        first: the number `[N]` of the first chunk. Chunks are numbered from the start of the sequence.
-        numbers: the number of the chunk of each reader `[N, R]`.
-        fresh: whether all sequences start here.
-
-    Yields:
-        The exponent of the size, states `[N, H, R, K, V]`, and decays `[N, H, R]`, which are 0 for a reader without
-        such a state.
+    These are the exponent of the size, states `[N, H, R, K, V]`, and decays `[N, H, R]`, which are 0 for a reader
+    without such a state. `states [N, H, M, K, V]` and `g [N, H, M]` are those of single chunks. Chunks are numbered
+    from the start of the sequence: `first [N]` is the first one here, and `numbers [N, R]` are those of the readers.
     """
     between = g.new_zeros(*g.shape[:2], numbers.shape[1])
     largest = states.shape[2] if fresh else int(numbers.max())

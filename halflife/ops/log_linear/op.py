@@ -24,19 +24,10 @@ State = tuple[Tensor, Tensor]
 
 
 def log_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    weights: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int = 64,
-    backend: str = "auto",
-) -> tuple[Tensor, State | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, weights: Tensor, *,
+    scale: float | None = None, initial_state: State | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto",
+) -> tuple[Tensor, State | None]:  # fmt: skip
     """Log-linear attention, `o_t = Σ_ℓ w_t^(ℓ) S_t^(ℓ)ᵀ q_t · scale`.
 
     Args:

@@ -92,16 +92,12 @@ def why_not() -> str | None:
 
 @cached_constant
 def load() -> None:
-    """Load the kernels of this machine into torch.
-
-    Raises:
-        ImportError: they were built for another machine, or the file is damaged.
-    """
+    """Load the kernels of this machine into torch."""
     use(folder() / LIBRARY)
 
 
 def use(library: Path) -> None:
-    """Load one library of kernels."""
+    """Load one library of kernels; an ImportError says that it is of another machine, or damaged."""
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -148,11 +144,7 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
 
 
 def compiler() -> str:
-    """The C++ compiler, `$CXX` or c++.
-
-    Raises:
-        CannotBuild: there is none.
-    """
+    """The C++ compiler, `$CXX` or c++."""
     name = os.environ.get("CXX") or "c++"
     path = shutil.which(name)
     if path is None:
@@ -165,11 +157,7 @@ def _version(path: str) -> str:
 
 
 def compile_library(target: Path, extra: Sequence[str] = (), report: Callable[[str], None] = lambda line: None) -> Path:
-    """Compile all sources into the folder `target`, as many at a time as there are CPUs, and link the library.
-
-    Raises:
-        CannotBuild: the compiler fails; the message ends with its first error.
-    """
+    """Compile all sources into the folder `target`, as many at a time as there are CPUs, and link the library."""
     from torch.utils import cpp_extension
 
     command = [compiler(), "-std=c++20", "-fPIC", *flags(), *extra]
@@ -197,7 +185,7 @@ def compile_library(target: Path, extra: Sequence[str] = (), report: Callable[[s
 
 
 def _run(command: list[str]) -> None:
-    """Run one compiler command."""
+    """Run one compiler command; if it fails, a `CannotBuild` ends with its first error."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

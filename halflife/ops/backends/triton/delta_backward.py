@@ -263,12 +263,7 @@ def _inputs_kernel(
 def _walk_back(
     q: Tensor, k: Tensor, do: Tensor, solved: Solved, gates: Gates, dfinal: Tensor, chunks: Chunks, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk back over the chunks of all sequences.
-
-    Returns:
-        The gradients of the states leaving the chunks `[n, H, K', V]`, of the values written `[B, T, H, V]` and of the
-        initial states, all in float32.
-    """
+    """The float32 gradients of the leaving states `[n, H, K', V]`, the written values and the initial states."""
     (heads, key), value, sequences, n = q.shape[2:], do.shape[-1], len(chunks.sequences), len(chunks.chunks)
     mode, precision, columns = mode_of(*gates), precision_of(q), walk_columns(key, value)
     partial, dwritten, dinitial = torch.empty_like(solved.x), torch.empty_like(solved.x), torch.empty_like(dfinal)

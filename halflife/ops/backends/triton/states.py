@@ -187,16 +187,11 @@ def _outputs_kernel(
 
 
 def products(x: Tensor, y: Tensor, gates: Gates, chunks: Chunks, scale: float, read: bool) -> tuple[Tensor, Tensor]:
-    """Compute the update `scale · (w ⊙ x)ᵀ y` that each chunk adds to a state.
+    """Compute the update `scale · (w ⊙ x)ᵀ y` that each chunk adds to a state: `x [B, T, H, K]`, `y [B, T, H, V]`.
 
-    Args:
-        x, y: rows of the chunks `[B, T, H, K]` and `[B, T, H, V]`.
-        gates, chunks, scale: log-decays, table of chunks and factor.
-        read: whether w are the weights of queries, as in the backward pass; else they are the weights of keys.
-
-    Returns:
-        The updates `[n, H, K', V]` in float32 (K' = 2K with two states), and the factors of states that pass each chunk
-        `[n, H, 3]` (`gates.carry_weights`), which are not computed for `read`.
+    w are the weights of queries (`read`, in the backward pass) or of keys. It returns the updates `[n, H, K', V]` in
+    float32 (K' = 2K with two states), and the factors of states that pass each chunk `[n, H, 3]`
+    (`gates.carry_weights`), which are not computed for `read`.
     """
     (heads, key), value, mode, n = x.shape[2:], y.shape[-1], mode_of(*gates), len(chunks.chunks)
     out = x.new_empty(n, heads, key * (2 if mode == GATE_RANK else 1), value, dtype=torch.float32)

@@ -224,11 +224,9 @@ def empty_states(like: Tensor, chunks: Chunks) -> Tensor:
 
 
 def walk(k: Tensor, solved: Solved, gates: Gates, initial: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk over the chunks of all sequences.
+    """Return the states entering the chunks `[n, H, K', V]`, the values written `[B, T, H, V]` and the final states.
 
-    Returns:
-        The states entering the chunks `[n, H, K', V]`, the values written `[B, T, H, V]` and the final states, all in
-        float32 (K' = 2K with two states).
+    All are float32 (K' = 2K with two states).
     """
     x, y, _ = solved
     (heads, key), value, sequences = k.shape[2:], x.shape[-1], len(chunks.sequences)
