@@ -109,26 +109,15 @@ def _letter(letter: str, offset: int) -> str:
 
 @dataclass(frozen=True)
 class Spec:
-    """The specification of an op.
-
-    Attributes:
-        name: name of the op.
-        tensors: name → shapes, in the order of the arguments. The first one is always there.
-        state: name → shape of its states; one state is a tensor, and several are a tuple.
-        log_decays: the tensors that are log-decays, which are not positive.
-        wide: whether a float64 state makes the whole call float64.
-        constants: the tensors for which kernels have no gradient.
-        settings: other arguments with which the self-check runs the op, by name.
-        backends: backend → implementation.
-    """
+    """The specification of an op."""
 
     name: str
-    tensors: dict[str, Shape]
-    state: dict[str, Shape] = field(default_factory=dict)
-    log_decays: Sequence[str] = ()
-    wide: bool = True
-    constants: Sequence[str] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Shape]  # name → shapes, in the order of the arguments; the first one is always there
+    state: dict[str, Shape] = field(default_factory=dict)  # its states; one is a tensor, and several are a tuple
+    log_decays: Sequence[str] = ()  # the tensors that are log-decays, which are not positive
+    wide: bool = True  # whether a float64 state makes the whole call float64
+    constants: Sequence[str] = ()  # the tensors for which kernels have no gradient
+    settings: dict[str, Any] = field(default_factory=dict)  # other arguments with which the self-check runs the op
     backends: dict[str, Implementation] = field(default_factory=dict)
 
     def check(self, tensors: Mapping[str, Any]) -> tuple[dict[str, int], torch.device]:

@@ -35,21 +35,13 @@ RowGrads = tuple[Tensor, Tensor]  # rows `[…, C, K]` and a gradient of them
 
 
 class DecayGrads(NamedTuple):
-    """The parts of the gradient of the log-decays.
+    """The parts of the gradient of the log-decays."""
 
-    Attributes:
-        queries: query rows and their total gradient, within-chunk attention plus the entering state.
-        keys: key rows and their gradient from within-chunk attention.
-        reads: query rows and the gradient `[…, C, K']` of what they read from the entering state.
-        writes: key rows and the gradient `[…, C, K']` of what they write into the outgoing state.
-        log_scores: the third result of `scores_grad`.
-    """
-
-    queries: list[RowGrads]
-    keys: list[RowGrads]
-    reads: list[RowGrads]
-    writes: list[RowGrads]
-    log_scores: Any = None
+    queries: list[RowGrads]  # query rows and their total gradient, within-chunk attention plus the entering state
+    keys: list[RowGrads]  # key rows and their gradient from within-chunk attention
+    reads: list[RowGrads]  # query rows and the gradient `[…, C, K']` of what they read from the entering state
+    writes: list[RowGrads]  # key rows and the gradient `[…, C, K']` of what they write into the outgoing state
+    log_scores: Any = None  # the third result of `scores_grad`
 
 
 class _OneState:

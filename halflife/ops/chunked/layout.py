@@ -24,23 +24,15 @@ _BLOCK_ROWS_ACCELERATOR = 1 << 19
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How T tokens are laid out in chunks.
+    """How T tokens are laid out in chunks, of which the last of each sequence is padded."""
 
-    Attributes:
-        length: number of tokens T before padding.
-        chunk: tokens a chunk, C.
-        num_chunks: number of chunks. The last chunk of each sequence is padded.
-        first: chunk index → rows of the initial state of the sequence that starts there.
-        last: chunk index → rows of the final state of the sequence that ends there.
-        index: for packed input, the padded position of each token `[T]`; None otherwise.
-    """
-
-    length: int
-    chunk: int
+    length: int  # number of tokens T before padding
+    chunk: int  # tokens per chunk, C
     num_chunks: int
+    # Chunk index → rows of the initial state of the sequence that starts there, or of the final state of its end.
     first: dict[int, slice] = field(default_factory=dict)
     last: dict[int, slice] = field(default_factory=dict)
-    index: Tensor | None = None
+    index: Tensor | None = None  # for packed input, the padded position of each token `[T]`
 
     def align(self, x: Tensor) -> Tensor:
         """Pad `[B, T, …]` to `[B, n·C, …]` with zeros where there is no token."""

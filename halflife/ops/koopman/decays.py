@@ -19,33 +19,21 @@ from torch import Tensor
 
 
 class SumDecay(NamedTuple):
-    """The log-decays of the sums over some tokens, all ≤ 0, for `G, M [n, H, R, R]`, `C [n, H, P, R]` and m² `[n, H]`.
+    """The log-decays ≤ 0 of the sums over some tokens, for `G, M [n, H, R, R]`, `C [n, H, P, R]` and m² `[n, H]`."""
 
-    Attributes:
-        matrix: of G and M, `[n, H, 1, 1]` or `[n, H, R, R]`.
-        values: of C, `[n, H, 1, 1]` or `[n, H, 1, R]`.
-        norm: of m², `[n, H]`.
-    """
-
-    matrix: Tensor
-    values: Tensor
-    norm: Tensor
+    matrix: Tensor  # of G and M, `[n, H, 1, 1]` or `[n, H, R, R]`
+    values: Tensor  # of C, `[n, H, 1, 1]` or `[n, H, 1, R]`
+    norm: Tensor  # of m², `[n, H]`
 
 
 class Weighted(NamedTuple):
-    """Tokens with the weights that they have after the last of them.
-
-    Attributes:
-        keys, previous, values: the keys, the keys before them, and the values.
-        norms: the squared norms of the keys.
-        decay: what the tokens do to earlier sums; None is no decay.
-    """
+    """Tokens with the weights that they have after the last of them."""
 
     keys: Tensor
-    previous: Tensor
+    previous: Tensor  # the keys before them
     values: Tensor
-    norms: Tensor
-    decay: SumDecay | None
+    norms: Tensor  # the squared norms of the keys
+    decay: SumDecay | None  # what the tokens do to earlier sums; None is no decay
 
 
 def strength_root(beta: Tensor) -> Tensor:

@@ -105,17 +105,11 @@ def koopman_attention(
 
 
 class KoopmanResult(NamedTuple):
-    """What `attend` returns.
+    """What `attend` returns."""
 
-    Attributes:
-        y: outputs `[B, T, H, P]` in v's dtype.
-        state: the state after the last token.
-        retries: operators whose Cholesky factorisation failed and was repeated with a larger ridge.
-    """
-
-    y: Tensor
-    state: KoopmanState
-    retries: int
+    y: Tensor  # outputs `[B, T, H, P]` in v's dtype
+    state: KoopmanState  # after the last token
+    retries: int  # operators whose Cholesky factorisation failed and was repeated with a larger ridge
 
 
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:

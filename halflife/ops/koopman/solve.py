@@ -14,15 +14,10 @@ FIRST_JITTER = 1e-4  # the first addition to a diagonal whose factorisation fail
 
 
 class Factor(NamedTuple):
-    """The result of a factorisation.
+    """The result of a factorisation."""
 
-    Attributes:
-        matrix: L or, from `inverse_factor`, L⁻ᵀ, `[…, R, R]`.
-        retries: how many factorisations failed and were repeated with a larger ridge.
-    """
-
-    matrix: Tensor
-    retries: int
+    matrix: Tensor  # L or, from `inverse_factor`, L⁻ᵀ, `[…, R, R]`
+    retries: int  # how many factorisations failed and were repeated with a larger ridge
 
 
 def cholesky(gram: Tensor) -> Factor:

@@ -32,19 +32,12 @@ KoopmanState = dict[str, Tensor]
 
 
 class Sums(NamedTuple):
-    """The sums over some tokens.
+    """The sums over some tokens."""
 
-    Attributes:
-        gram: `G = Σ z zᵀ`, `[n, H, R, R]`.
-        transition: `M = Σ z_t z_{t−1}ᵀ`, `[n, H, R, R]`.
-        values: `C = Σ v zᵀ`, `[n, H, P, R]`.
-        norm: m², the largest squared norm of a key or the trace of G, `[n, H]`.
-    """
-
-    gram: Tensor
-    transition: Tensor
-    values: Tensor
-    norm: Tensor
+    gram: Tensor  # `G = Σ z zᵀ`, `[n, H, R, R]`
+    transition: Tensor  # `M = Σ z_t z_{t−1}ᵀ`, `[n, H, R, R]`
+    values: Tensor  # `C = Σ v zᵀ`, `[n, H, P, R]`
+    norm: Tensor  # m², the largest squared norm of a key or the trace of G, `[n, H]`
 
     def after(self, earlier: Sums, decay: SumDecay | None = None) -> Sums:
         """The sums over these tokens and earlier ones, which decay by `decay`."""

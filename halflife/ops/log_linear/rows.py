@@ -26,15 +26,9 @@ def levels(i: Tensor, j: Tensor, last: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """A call with one row a sequence. Rows of packed sequences are padded to the longest with tokens without effect.
+    """A call with one row per sequence. Rows of packed sequences are padded to the longest with tokens without effect.
 
-    Attributes:
-        q, k, v, g, weights: `[N, H, T, …]` in the dtype of the states, with T the longest length.
-        states, position: the states `[N, H, L − 1, K, V]` before the first token, and its position `[N]`.
-        lengths: the number of tokens `[N]`.
-        chunk: tokens a chunk, a power of two.
-        index: for packed input, the place of each token in the flattened rows; None otherwise.
-        fresh: whether all sequences start here, from states of zeros.
+    The tensors are `[N, H, T, …]` in the dtype of the states, with T the longest length.
     """
 
     q: Tensor
@@ -42,12 +36,12 @@ class Rows:
     v: Tensor
     g: Tensor
     weights: Tensor
-    states: Tensor
-    position: Tensor
-    lengths: Tensor
-    chunk: int
-    index: Tensor | None
-    fresh: bool
+    states: Tensor  # before the first token, `[N, H, L − 1, K, V]`
+    position: Tensor  # of the first token, `[N]`
+    lengths: Tensor  # the number of tokens `[N]`
+    chunk: int  # tokens per chunk, a power of two
+    index: Tensor | None  # for packed input, the place of each token in the flattened rows
+    fresh: bool  # whether all sequences start here, from states of zeros
 
     @classmethod
     def of(cls, call: Call) -> Rows:

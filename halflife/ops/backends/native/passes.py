@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,23 +10,13 @@ from torch import Tensor
 _ops = torch.ops.halflife
 
 
-def _register(name: str, fake: Callable[..., Any], save: Callable[..., None], grad: Callable[..., Any]) -> None:
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
-            raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
-        return grad(ctx, *grads)
-
-    torch.library.register_fake(f"halflife::{name}")(fake)
-    torch.library.register_autograd(f"halflife::{name}", backward, setup_context=save)
-
-
-def _register_pass(name: str, count: int, like: tuple[int, ...] = (0,), constants: int = 0) -> None:
+def _register(name: str, count: int, like: tuple[int, ...] = (0,), constants: int = 0) -> None:
     """Register `name(*tensors, *settings)` and `name_backward(*gradients of the outputs, *tensors, *settings)`.
 
     There are `count` tensors, and the outputs have the shapes of those at `like`. The backward op returns the gradients
     of all but the last `constants` tensors, without entries where a tensor is None.
     """
-    backward = getattr(_ops, f"{name}_backward")
+    kernel = getattr(_ops, f"{name}_backward")
 
     def fake(*inputs: Any) -> Any:
         outputs = [inputs[i].new_empty(inputs[i].shape) for i in like]
@@ -41,21 +30,24 @@ def _register_pass(name: str, count: int, like: tuple[int, ...] = (0,), constant
         ctx.save_for_backward(*inputs[:count])
         ctx.settings = inputs[count:]
 
-    def grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
+            raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
         tensors = ctx.saved_tensors  # read once: gradient checkpointing unpacks each tensor a single time
-        found = backward(*grads, *tensors, *ctx.settings)
+        found = kernel(*grads, *tensors, *ctx.settings)
         known = [None if x is None else d for x, d in zip(tensors, found, strict=False)]
         return *known, *[None] * (constants + len(ctx.settings))
 
+    torch.library.register_fake(f"halflife::{name}")(fake)
     torch.library.register_fake(f"halflife::{name}_backward")(fake_backward)
-    _register(name, fake, save, grad)
+    torch.library.register_autograd(f"halflife::{name}", backward, setup_context=save)
 
 
-_register_pass("causal_conv", 5, like=(0, 3), constants=1)  # x, weight, bias, state, cu_seqlens
-_register_pass("norm", 5)  # x, gate, weight, skip, scale
-_register_pass("swiglu", 2)
-_register_pass("scale_heads", 2)
-_register_pass("mimo_output", 9, like=(4,))  # y, later, now, before, x, z, values, gates, outputs
+_register("causal_conv", 5, like=(0, 3), constants=1)  # x, weight, bias, state, cu_seqlens
+_register("norm", 5)  # x, gate, weight, skip, scale
+_register("swiglu", 2)
+_register("scale_heads", 2)
+_register("mimo_output", 9, like=(4,))  # y, later, now, before, x, z, values, gates, outputs
 
 
 def _rotate_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -63,8 +55,11 @@ def _rotate_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*angle)
 
 
-def _rotate_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+def _rotate_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernel
+        raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
     return _ops.rotate(dy, *ctx.saved_tensors, -ctx.sign), None, None, None
 
 
-_register("rotate", lambda x, cos, sin, sign: x.new_empty(x.shape), _rotate_save, _rotate_grad)
+torch.library.register_fake("halflife::rotate")(lambda x, cos, sin, sign: x.new_empty(x.shape))
+torch.library.register_autograd("halflife::rotate", _rotate_backward, setup_context=_rotate_save)

@@ -43,18 +43,13 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @dataclass(frozen=True)
 class Chunks:
-    """The table of chunks.
+    """The table of chunks."""
 
-    Attributes:
-        size: tokens a chunk, C, a power of two from 16 to 64.
-        chunks: `[n, 3]` int64. A row holds the first token of a chunk (a row of `[B·T, …]`), the number of its tokens
-            (0 to C) and its sequence.
-        sequences: `[N, 2]` int64. A row holds the first chunk of a sequence and the number of its chunks.
-    """
-
-    size: int
-    chunks: Tensor
-    sequences: Tensor
+    size: int  # tokens per chunk, C, a power of two from 16 to 64
+    chunks: (
+        Tensor  # `[n, 3]` int64: first token (a row of `[B·T, …]`), number of tokens (0 to C) and sequence of a chunk
+    )
+    sequences: Tensor  # `[N, 2]` int64: first chunk of a sequence and the number of its chunks
 
 
 def make_chunks(q: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Chunks:

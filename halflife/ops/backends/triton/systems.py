@@ -180,17 +180,11 @@ def _walk_kernel(
 
 
 class Solved(NamedTuple):
-    """The systems of all chunks.
+    """The systems of all chunks."""
 
-    Attributes:
-        x: `(I + L)⁻¹ β V`, `[B, T, H, V]`.
-        y: `(I + L)⁻¹ β w K` for the fast state and, in GateRank, for the slow one: `[1 or 2, B, T, H, K]`.
-        inverse: `(I + L)⁻¹`, one row per token `[B, T, H, C]`, or None.
-    """
-
-    x: Tensor
-    y: Tensor
-    inverse: Tensor | None
+    x: Tensor  # `(I + L)⁻¹ β V`, `[B, T, H, V]`
+    y: Tensor  # `(I + L)⁻¹ β w K` for the fast state and, in GateRank, for the slow one: `[1 or 2, B, T, H, K]`
+    inverse: Tensor | None  # `(I + L)⁻¹`, one row per token `[B, T, H, C]`, or None
 
 
 def solve(k: Tensor, v: Tensor, beta: Tensor, gates: Gates, chunks: Chunks, keep: bool) -> Solved:
