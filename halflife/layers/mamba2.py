@@ -112,7 +112,9 @@ class Mamba2(HasMemory, Mixer):
             assert isinstance(self.decay, PoST)
             step = step * self.decay.log_stretch(position).exp()
         v = scale_heads(values, step, self.pass_backend)
-        y, memory = self.memory(x, q, k, v, g, None, state, packing, scale=1, **self.op_options)
+        y, memory = self.memory(
+            x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
+        )
         y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}
 

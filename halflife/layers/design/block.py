@@ -188,7 +188,7 @@ class LinearMixer(DecayGate, HasMemory):
     @property
     def op_options(self) -> dict[str, Any]:
         """Options of the op."""
-        return {"scale": self.head_dim**-0.5, **super().op_options}
+        return {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
 
     def gain(self, position: Tensor) -> Tensor:
         """The factor `[T, H]` or `[B, T, H]` by which PoST stretches a decay, for what is written."""
