@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.tasks import IGNORED, stream_seed
 
 MODES = ("packed", "concatenated", "continued")
@@ -81,8 +81,7 @@ class Batches(Dataset[dict[str, Tensor]]):
         self, files: TokenFiles, batch_size: int, context: int, seed: int = 0, mode: str = "packed",
         rank: int = 0, world_size: int = 1, steps: int | None = None,
     ) -> None:  # fmt: skip
-        if mode not in MODES:
-            raise unknown("mode", mode, list(MODES))
+        check_choice("mode", mode, MODES)
         for name, value in (("batch_size", batch_size), ("context", context), ("world_size", world_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")

@@ -28,7 +28,7 @@ from halflife.data.progress import byte_progress, token_progress
 from halflife.data.splits import SplitSettings
 from halflife.data.stream import Stream
 from halflife.data.tokenizers import Tokenizer, load_tokenizer
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.tasks.base import SPLITS
 
 
@@ -80,8 +80,7 @@ class CorpusConfig:
             raise ValueError(f"{len(self.sources)} sources have {len(self.files)} lists of files")
         if self.context < 1:
             raise ValueError(f"context must be at least 1; got {self.context}")
-        if self.mode not in MODES:
-            raise unknown("mode", self.mode, list(MODES))
+        check_choice("mode", self.mode, MODES)
         if self.mode == "continued" and self.weights:
             raise ValueError("rows that continue each other (--carry-state) cannot come from sources with weights")
         if not (all(fraction >= 0 for fraction in self.fractions) and sum(self.fractions) < 1):
@@ -303,8 +302,7 @@ class Corpus:
         Raises:
             ValueError: an unknown name.
         """
-        if name not in SPLITS:
-            raise unknown("split", name, list(SPLITS))
+        check_choice("split", name, SPLITS)
         return self._splits[name]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from halflife.decay.base import DECAYS, Decay
 from halflife.packing import Packing
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 
 @DECAYS.add("lightnet")
@@ -31,8 +31,7 @@ class LightNetDecay(Decay):
     def __init__(self, *, first: str | None = None, **sizes) -> None:
         super().__init__(**sizes)
         self.first = first or self.default_first
-        if self.first not in self.FIRSTS:
-            raise unknown("first", self.first, list(self.FIRSTS))
+        check_choice("first", self.first, self.FIRSTS)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return self.scan(f)[0]

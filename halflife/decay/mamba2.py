@@ -12,7 +12,7 @@ from halflife.decay.base import DECAYS, Decay
 from halflife.decay.minimax import geometric_rates
 from halflife.decay.spectral import SpectralDecay, check_rate_start
 from halflife.precision import inverse_softplus
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 
 @DECAYS.add("mamba2")
@@ -52,8 +52,7 @@ class Mamba2Decay(SpectralDecay):
             raise ValueError(f"need 0 ≤ min_step < max_step; got {min_step} and {max_step}")
         self.min_step, self.max_step = min_step, max_step
         step_bias = step_bias or self.default_step_bias
-        if step_bias not in self.STEP_BIASES:
-            raise unknown("step_bias", step_bias, list(self.STEP_BIASES))
+        check_choice("step_bias", step_bias, self.STEP_BIASES)
         check_rate_start(rate_start, self.RATE_STARTS, train_length)
         if step_bias != "trained" and not self.has_step_bias:
             raise ValueError(f"step_bias is an option of the bias Δ, and {type(self).__name__} has none")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from halflife.decay.base import Decay
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 
 class SpectralDecay(Decay):
@@ -62,8 +62,7 @@ def check_rate_start(rate_start: str, choices: Sequence[str], train_length: int 
 
     It is a ValueError if the start is unknown, if "geometric" has no T or another start has one, or if T is below 2.
     """
-    if rate_start not in choices:
-        raise unknown("rate_start", rate_start, list(choices))
+    check_choice("rate_start", rate_start, choices)
     if (rate_start == "geometric") != (train_length is not None):
         raise ValueError(
             f"rate_start 'geometric' needs train_length, and no other start has it; got {rate_start!r} and "

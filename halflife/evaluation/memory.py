@@ -20,7 +20,7 @@ import torch
 from halflife.layers import State
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import LanguageModel, ModelConfig, preset
-from halflife.registry import unknown
+from halflife.registry import check_choice, unknown
 
 PROBES = (1, 2, 4)  # lengths in tokens; two would not show whether a size grows linearly
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -201,8 +201,7 @@ def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -
 
 
 def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, list(DTYPES))
+    check_choice("dtype", dtype, DTYPES)
     if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
         raise unknown("cache dtype", cache_dtype, list(CACHE_DTYPES))
 

@@ -70,7 +70,6 @@ def initial_state(model: LanguageModel, batch: int = 1, max_length: int | None =
     """Return the state before the first token as tensors, from which a graph gives what `model(ids)` gives.
 
     Args:
-        model: the model.
         batch: B, sequences.
         max_length: slots of the caches of softmax attention; see `check_max_length`.
 
@@ -116,7 +115,6 @@ def plain(model: LanguageModel, loop: bool = False) -> Iterator[None]:
     """Let every op run in plain torch, so that a graph holds no operation of ours.
 
     Args:
-        model: the model.
         loop: whether ops run token by token, also where a layer would choose their chunked form.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "backend", None) == "auto"]

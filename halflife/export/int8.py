@@ -80,7 +80,6 @@ def bits_per_byte(model: LanguageModel, ids: np.ndarray, count: int) -> float:
     """Return the bits per byte of a text, which the model reads in pieces.
 
     Args:
-        model: the model.
         ids: token ids `[T]`; the first one is not predicted.
         count: bytes of the text that the other ids stand for.
     """

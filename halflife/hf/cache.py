@@ -50,6 +50,4 @@ class HalflifeCache:
         """Repeat each row `repeats` times (for beams and `num_return_sequences`)."""
         self.state = changed(self.state, lambda x: x.repeat_interleave(repeats, 0))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Do `batch_select_indices`; beam search calls it by this name."""
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices  # beam search calls it by this name

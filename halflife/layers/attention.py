@@ -177,7 +177,6 @@ class Attention(Mixer):
         """Attention of `q [N, T, H, K]` to a cache of S tokens: `[N, T, H, K]`.
 
         Args:
-            q: the queries.
             cache: tensors `[N, S, …]` of the names of `cached`.
             at: index in the cache of each query's token, `[N, T]`.
             visible: which tokens a query sees, `[N, T, S]`. None for both means that S = T and attention is causal.

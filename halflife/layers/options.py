@@ -32,14 +32,10 @@ class Place:
         Raises:
             ValueError: H does not divide it.
         """
-        return check_heads(expand * self.hidden_size, self.num_heads)
-
-
-def check_heads(hidden_size: int, num_heads: int) -> int:
-    """Return the channels of a head, D / H; raise a ValueError if H does not divide D."""
-    if num_heads < 1 or hidden_size % num_heads:
-        raise ValueError(f"num_heads must divide hidden_size; got {num_heads} and {hidden_size}")
-    return hidden_size // num_heads
+        width = expand * self.hidden_size
+        if self.num_heads < 1 or width % self.num_heads:
+            raise ValueError(f"num_heads must divide hidden_size; got {self.num_heads} and {width}")
+        return width // self.num_heads
 
 
 @dataclass(frozen=True, kw_only=True)

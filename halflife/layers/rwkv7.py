@@ -24,11 +24,9 @@ _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 class LoRA(nn.Module):
-    """The low-rank map `x W₁ W₂`. Initially W₁ is zero, and W₂ is orthogonal with gain 0.1.
+    """The low-rank map `f(x W₁) W₂`; `activation` names the torch function f, None the identity.
 
-    Args:
-        inputs, rank, outputs: widths.
-        activation: name of a torch function between the two maps, or None.
+    Initially W₁ is zero, and W₂ is orthogonal with gain 0.1.
     """
 
     def __init__(self, inputs: int, rank: int, outputs: int, activation: str | None = None) -> None:

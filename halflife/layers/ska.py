@@ -28,7 +28,6 @@ class Readout(Float32Module):
     `γ = 1 + σ(·)/2` lies in [1, 1.5] unless it is fixed. η multiplies the output and starts at `eta_init`.
 
     Args:
-        num_heads: H.
         mix: μ, "koopman" (1), "ridge" (0), "learned", `σ(·)` in [0, 1], or "powers", a number for each power from 0 to
             `power`, which starts at 1 for the first power and at 0 for the others.
         eta_init: initial η.

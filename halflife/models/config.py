@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halflife.layers import LAYERS
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 MLPS = ("swiglu", "koopman", "koopman_gated", "koopman_paper", "koopman_gated_paper", "rwkv7", "none")
 NORMS = ("rms", "rms_plus_one", "layer")
@@ -97,16 +97,13 @@ class ModelConfig:
             raise ValueError(f"two kinds of hybrid layers share a layer; got {self.other_layers}")
         named = (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS), ("initialization", INITIALIZATIONS))
         for kind, choices in named:
-            if getattr(self, kind) not in choices:
-                raise unknown(kind, getattr(self, kind), list(choices))
+            check_choice(kind, getattr(self, kind), choices)
 
     def _check_hybrid(self, kind: dict[str, Any]) -> None:
         if set(kind) - {"attach", "norm_place"} != {"mixer", "options", "layers"}:
             raise ValueError(f"hybrid must have the keys mixer, options and layers; got {', '.join(kind)}")
-        if kind.get("attach", "instead") not in ATTACHMENTS:
-            raise unknown("attachment of a hybrid", kind["attach"], list(ATTACHMENTS))
-        if kind.get("norm_place", "before") not in NORM_PLACES:
-            raise unknown("norm_place of a hybrid", kind["norm_place"], list(NORM_PLACES))
+        check_choice("attachment of a hybrid", kind.get("attach", "instead"), ATTACHMENTS)
+        check_choice("norm_place of a hybrid", kind.get("norm_place", "before"), NORM_PLACES)
         LAYERS[kind["mixer"]]
         for layer in kind["layers"]:
             if not 0 <= layer < self.num_layers:
@@ -172,8 +169,7 @@ class ModelConfig:
         """
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key in data:
-            if key not in fields:
-                raise unknown("key of ModelConfig", key, list(fields))
+            check_choice("key of ModelConfig", key, fields)
         required = [name for name in ("vocab_size", "hidden_size", "num_layers", "mixer") if name not in data]
         if required:
             raise ValueError(f"ModelConfig needs {', '.join(required)}")

@@ -31,7 +31,7 @@ from halflife.ops.slow_decay import decay_and_add
 from halflife.ops.spec import define
 from halflife.packing import Packing
 from halflife.precision import compute_dtype, wide
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 States = tuple[Tensor, Tensor]
 RESET_LAWS = ("mask", "printed")
@@ -84,8 +84,7 @@ def gate_rank(
 
 def check_reset_law(law: str, *, delta: bool) -> None:
     """Raise a ValueError if a reset law is unknown, or if it does not exist for the update."""
-    if law not in RESET_LAWS:
-        raise unknown("reset_law", law, list(RESET_LAWS))
+    check_choice("reset_law", law, RESET_LAWS)
     if law == "printed" and delta:
         raise ValueError("the paper prints its reset law for the linear update, so the delta rule has 'mask' alone")
 

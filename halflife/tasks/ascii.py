@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.tasks.base import TASKS, TaskBatch, distinct
 from halflife.tasks.layout import draw_index
 from halflife.tasks.text import TextTask, check_range, render, slot_mask, table
@@ -123,8 +123,7 @@ class Amnesia(TextTask):
     }
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown("kind", self.kind, list(KINDS))
+        check_choice("kind", self.kind, KINDS)
         if not 1 <= self.num_variables <= len(digits):
             raise ValueError(f"num_variables must lie between 1 and {len(digits)}; got {self.num_variables}")
         check_range("gaps", self.min_gap, self.max_gap, 0)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from halflife.registry import Registry, unknown
+from halflife.registry import Registry, check_choice, unknown
 
 TASKS: Registry[type[Task]] = Registry("task")
 
@@ -116,8 +116,7 @@ def stream_seed(split: str, seed: int, index: int = 0) -> int:
 
     The splits are "train", "validation" and "test". So the seeds of different splits come from disjoint ranges.
     """
-    if split not in SPLITS:
-        raise unknown("split", split, list(SPLITS))
+    check_choice("split", split, SPLITS)
     digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
     return (SPLITS.index(split) << 60) | (int.from_bytes(digest[:8], "big") >> 4)
 

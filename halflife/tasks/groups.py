@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.tasks.base import TASKS, Task, TaskBatch
 
 GROUPS = ("s5", "s3", "a5", "z60", "z2")
@@ -58,12 +58,10 @@ class GroupWords(Task):
     tiers: ClassVar = {group: {"group": group} for group in GROUPS}
 
     def __post_init__(self) -> None:
-        if self.group not in GROUPS:
-            raise unknown("group", self.group, list(GROUPS))
+        check_choice("group", self.group, GROUPS)
         if self.length < 1:
             raise ValueError(f"length must be 1 or more; got {self.length}")
-        if self.words not in WORDS:
-            raise unknown("kind of words", self.words, list(WORDS))
+        check_choice("kind of words", self.words, WORDS)
         if self.words != "all" and self.group[0] != "s":
             raise ValueError(f"only s3 and s5 hold transpositions; group {self.group} has no {self.words} words")
         order = len(multiplication_table(self.group))

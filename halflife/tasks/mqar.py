@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, constant_slices, distinct
 from halflife.tasks.layout import FILLERS as FILLER_IDS
 from halflife.tasks.layout import KEYS, VALUES, VOCABULARY
@@ -67,8 +67,7 @@ class MQAR(Task):
     name = "mqar"
 
     def __post_init__(self) -> None:
-        if self.filler not in FILLERS:
-            raise unknown("filler", self.filler, list(FILLERS))
+        check_choice("filler", self.filler, FILLERS)
         for name, least in {"gap": 0, "spacing": 0, "value_size": 1, "hold": 1, "updates": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more; got {getattr(self, name)}")

@@ -55,7 +55,6 @@ class Metrics(TrainerCallback):
     that no step is logged twice.
 
     Args:
-        folder: the folder of the run.
         validate: takes the model and returns the value of `validation_<measure>`.
         measure: "accuracy" or "loss".
         every: steps between validations.

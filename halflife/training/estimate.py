@@ -91,7 +91,6 @@ def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | No
     """Estimate what a run needs.
 
     Args:
-        config: the run.
         sequences: length in tokens → how many sequences of this length the training reads.
         rows: sequences of a micro-batch; None for whole batches.
     """

@@ -35,7 +35,6 @@ class Objective(nn.Module):
     """The module that the Trainer trains: a model with the cross-entropy at the scored positions.
 
     Args:
-        model: the language model.
         recompute: whether to recompute the activations of each block in the backward pass.
     """
 
@@ -136,7 +135,6 @@ def fit(
         model: freshly initialised.
         config: optimiser and schedule.
         data: item i is micro-batch i, which belongs to step `i // execution.num_micro_batches(config.batch_size)`.
-        folder: the folder of the run.
         validate: takes the `Objective` and returns the validated quantity.
         measure: the name of that quantity, "accuracy" or "loss".
         name: label of the progress bar.

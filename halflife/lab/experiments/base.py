@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from halflife.files import CONFIG_JSON, read_json, write_text
 from halflife.lab.experiments.overrides import apply_overrides
 from halflife.models.controls import control, split_control
-from halflife.registry import Registry, unknown
+from halflife.registry import Registry, check_choice, unknown
 from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
@@ -168,8 +168,7 @@ class Experiment:
         Raises:
             ValueError: an unknown scale, or a setting that this experiment does not have.
         """
-        if scale not in self.scales:
-            raise unknown("scale", scale, list(self.scales))
+        check_choice("scale", scale, self.scales)
         known = [field.name for field in dataclasses.fields(self.settings)]
         for name in changes:
             if name not in known:

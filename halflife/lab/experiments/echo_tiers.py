@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.models import ModelConfig, preset
 from halflife.models.presets.modifiers import SKA_PAPER
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.report.markdown import Rows, in_distribution
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
@@ -74,8 +74,7 @@ class EchoTiers(Experiment):
 
     def build_cell(self, settings: TierSettings, cell: Cell) -> RunConfig:
         name, _, place = cell.model.partition(":")
-        if place not in TIERS:
-            raise unknown("tier", place, list(TIERS))
+        check_choice("tier", place, TIERS)
         chosen = TIERS[place]
         task = chosen["name"]
         steps = settings.amnesia_steps if task == "amnesia" else settings.steps
@@ -91,8 +90,7 @@ class EchoTiers(Experiment):
 
     def model(self, name: str, task: str, settings: TierSettings) -> ModelConfig:
         """The model of a variant for a task."""
-        if name not in VARIANTS:
-            raise unknown("model of echo-tiers", name, list(VARIANTS))
+        check_choice("model of echo-tiers", name, VARIANTS)
         amnesia = task == "amnesia"
         depth, heads = (settings.amnesia_layers,) * 2 if amnesia else (settings.num_layers, settings.num_heads)
         config = preset(

@@ -23,7 +23,7 @@ from halflife.lab.experiments.values import convert, describe, load_yaml
 from halflife.layers import LAYERS
 from halflife.layers.memory.choice import KINDS
 from halflife.models import LanguageModel, ModelConfig
-from halflife.registry import constructor_parameters, option_groups, plain_type, unknown
+from halflife.registry import check_choice, constructor_parameters, option_groups, plain_type, unknown
 from halflife.training.config import TrainConfig, as_json
 from halflife.training.schedules import BY_EPOCH
 
@@ -102,8 +102,7 @@ def apply_overrides(config: Config, overrides: Mapping[str, Any], *, skip_absent
         group, dot, option = name.partition(".")
         if not dot:
             raise ValueError(f"write {name!r} as group.option; the groups are {', '.join(GROUPS)}")
-        if group not in GROUPS:
-            raise unknown("group of options", group, list(GROUPS))
+        check_choice("group of options", group, GROUPS)
         chosen[group][option] = value
     for group, options in chosen.items():
         if options and not (skip_absent_parts and group in PARTS and _missing(config, group)):

@@ -29,7 +29,7 @@ from halflife.lab.theory.settings import TheorySettings
 from halflife.lab.theory.statements import statements
 from halflife.lab.theory.stationarity import block_exponents, spectral_density
 from halflife.models.load import checkpoints, load_any
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 FAR_ENDS = (0.01, 6.0)  # in units of (1/T, 1); with these ends "as run" is as good as the paper's "adapted"
 SLACKS = (0.1, 0.3, 0.5)
@@ -204,8 +204,7 @@ def compute(
 
     settings.validate()
     for name in topics:
-        if name not in TOPICS:
-            raise unknown("topic", name, list(TOPICS))
+        check_choice("topic", name, TOPICS)
     names = topics or [name for name in TOPICS if name not in OF_FILES or getattr(settings, OF_FILES[name])]
     # Topics with files come first, so that a wrong file is an error before anything takes long.
     names = sorted(set(names), key=lambda name: (name not in OF_FILES, list(TOPICS).index(name)))

@@ -220,7 +220,6 @@ class LinearMixer(DecayGate, HasMemory):
         Args:
             qkv: the projection, after the short convolution.
             shared_key: `1 − λ`, or None for projected keys.
-            position: positions of the tokens.
         """
         q, *projected, v = qkv.split(self.splits, -1)
         q, v = self.activate(q.unflatten(-1, (self.num_heads, -1))), self._rows(v, self.value_dim)

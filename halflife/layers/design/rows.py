@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 from halflife.layers.design.block import LinearMixer
 from halflife.layers.design.row_updates import EraseWrite, Feedback, Product, Ridge
 from halflife.layers.mixer import LAYERS
-from halflife.layers.options import check_heads
+from halflife.layers.options import Place
 
 Options = Mapping[str, Any]
 
 
 def _head_size(given: Options) -> int:
-    return check_heads(given["hidden_size"], given.get("num_heads", 4))
+    return Place(**{name: given[name] for name in ("hidden_size", "num_heads") if name in given}).head_size()
 
 
 def _wide_rates(given: Options) -> Options | None:

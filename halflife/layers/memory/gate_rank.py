@@ -27,7 +27,6 @@ class SlowGate(Float32Module):
     Source: GateRank, Eq. 8 (with corrected subscripts of A). The initial values of b and A are ours (docs/log.md).
 
     Args:
-        num_heads: H.
         reset_rate: initial share of tokens that are resets, in (0, 1); 0.5 is a bias of zero.
         conv_size: taps of the causal convolution.
         gates: "head" for a gate per head, or "layer" for one gate of all heads, `f [B, T, 1]`.
@@ -102,7 +101,6 @@ class GateRank(nn.Module):
     In training mode it counts resets, which `statistics` reports.
 
     Args:
-        hidden_size, num_heads: those of the mixer.
         reset_rate, conv_size, gates, bias, rate_start: see `SlowGate`.
         reset_law: see `ops.gate_rank`.
         trained: whether the gate is trained. Without, its parameters stay as they start, and no gradient flows through

@@ -40,7 +40,6 @@ class LogLinear(nn.Module):
     Source: Guo et al. 2025, "Log-Linear Attention", §3.4, and its released code.
 
     Args:
-        hidden_size, num_heads: those of the mixer.
         num_levels: L. The last level also holds the tokens of all higher ones. T tokens have log2 T + 1 levels. A head
             stores L − 1 states at most. On a CPU it stores those that can have content, which are as many as the
             position has binary digits. Elsewhere, and in compiled code, a shape cannot depend on the position.

@@ -13,7 +13,7 @@ from halflife.ops.koopman.decays import strength_root
 from halflife.ops.koopman.state import KoopmanState
 from halflife.ops.spec import Shape, define
 from halflife.packing import Packing
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
@@ -118,8 +118,7 @@ def check_settings(
         ("mode", mode, MODES), ("refresh", refresh, REFRESHES), ("normalization", normalization, NORMALIZATIONS),
         ("operator", operator, OPERATORS),
     ):  # fmt: skip
-        if name not in choices:
-            raise unknown(kind, name, list(choices))
+        check_choice(kind, name, choices)
     check_chunk_size(chunk_size)
     if isinstance(power, bool) or not isinstance(power, int) or power < 0:
         raise ValueError(f"power must be an integer of at least 0; got {power!r}")
