@@ -24,12 +24,7 @@ def install(*extras: str) -> str:
 
 
 def missing(what: str, *packages: str) -> ModuleNotFoundError:
-    """Return the error that says what needs the packages, and how to install them.
-
-    Args:
-        what: the subject of the sentence, such as "hf:owner/name".
-        *packages: keys of `EXTRAS`.
-    """
+    """Return the error that says what (such as "hf:owner/name") needs the packages, and how to install them."""
     advice = install(*(EXTRAS[package] for package in packages))
     return ModuleNotFoundError(f"{what} needs {', '.join(packages)}: {advice}", name=packages[0])
 

@@ -202,11 +202,9 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
-    """The token ids `[N]` of the joined text of files.
+    """The token ids `[N]` of the joined text of files; `.gz` files are decompressed.
 
-    Args:
-        files: the files of the text; `.gz` files are decompressed.
-        tokenizer: name or folder of a tokenizer of transformers, whose ids are int64; None or "bytes" for bytes, uint8.
+    Those of a tokenizer of transformers, by its name or folder, are int64. None or "bytes" gives bytes, uint8.
 
     Raises:
         FileNotFoundError: a file is missing, or there is no such tokenizer.

@@ -25,8 +25,7 @@ KILL_WITHIN = 20.0  # seconds
 def marked() -> Iterator[str]:
     """Mark the processes that start inside, and kill those that are left at the end, or when this process ends.
 
-    Yields:
-        The mark, for `members`. Where the system has no `/proc`, nothing is seen, and nothing is killed.
+    Where the system has no `/proc`, nothing is seen, and nothing is killed.
     """
     mark = secrets.token_hex(16)
     warden = subprocess.Popen([sys.executable, "-I", __file__, mark], stdin=subprocess.PIPE, start_new_session=True)

@@ -13,10 +13,9 @@ from halflife.training.fit import StoppedBySignal
 
 @contextmanager
 def signals_noted() -> Iterator[Callable[[], None]]:
-    """Note signals to end. Ray's functions break if a handler raises inside them, and its own handler saves nothing.
+    """Note signals to end. The yielded function raises `StoppedBySignal` or KeyboardInterrupt after such a signal.
 
-    Yields:
-        A function that raises `StoppedBySignal` or KeyboardInterrupt after such a signal.
+    Ray's functions break if a handler raises inside them, and its own handler saves nothing.
     """
     received: list[int] = []
 

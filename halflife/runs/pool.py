@@ -137,10 +137,8 @@ def _cluster(address: str) -> Iterator[Callable[[], bool]]:
     """Connect to Ray, and disconnect at the end. A local Ray that runs already is used, and keeps running.
 
     The servers of Ray listen on all interfaces, and run what they are sent. A cluster that starts here therefore gets a
-    random token, without which it refuses every request. It ends with this process, however this process ends.
-
-    Yields:
-        A function that tells whether the servers of a cluster that started here have all survived.
+    random token, without which it refuses every request. It ends with this process, however this process ends. The
+    yielded function tells whether its servers have all survived.
     """
     if address == "ray" and "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -29,12 +29,7 @@ SHARED = (
 
 
 def check_name(name: str) -> None:
-    """Check the name of a repository.
-
-    Raises:
-        ImportError: huggingface_hub is not installed.
-        ValueError: the name is not owner/name, or the Hub allows no such name.
-    """
+    """Raise a ValueError if the name of a repository is not owner/name, or one that the Hub does not allow."""
     require("halflife push", "huggingface_hub")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 

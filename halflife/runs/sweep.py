@@ -70,12 +70,7 @@ Runner = Callable[[Sequence[Job], bool], dict[str, str]]
 
 
 class RunsFailed(Exception):
-    """Some runs of a sweep raised an error; all others have ended.
-
-    Attributes:
-        failed: the reasons by the labels of the runs.
-        rows: the rows of `results.csv`, of the runs that ended.
-    """
+    """Some runs of a sweep raised an error (`failed`: reasons by label). `rows` are of the others, which ended."""
 
     def __init__(self, failed: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
         super().__init__("; ".join(f"{name} failed: {reason}" for name, reason in failed.items()))
@@ -104,9 +99,7 @@ def count_runs(rates: int, seeds: int, tune: int | None) -> int:
 def one_by_one(jobs: Sequence[Job], show: bool) -> dict[str, str]:
     """Run the jobs of a sweep one after the other, in this process. An error of one does not stop the others.
 
-    Raises:
-        OSError: a file cannot be read or written, which would also stop the others.
-        StoppedBySignal: the process received a signal to end.
+    An OSError does, because it would also stop the others, and so does a signal to end (StoppedBySignal).
     """
     failed = {}
     for job in jobs:
