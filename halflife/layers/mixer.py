@@ -45,7 +45,7 @@ class Mixer(nn.Module):
 
         Args:
             x: inputs `[B, T, D]`.
-            state: the state after the previous piece, one row a sequence, or None at the start. It is not modified.
+            state: the state after the previous piece, one row per sequence, or None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), or the `Packing` of x.
             attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
             shared: a dict that all layers of one forward pass share. It holds values that a layer passes to later ones

@@ -110,7 +110,7 @@ class SKA(DecayGate):
         value_dim: P; None means D / H.
         beta: whether each token has a strength `β = σ(x W_β)` in the sums, one per head; else it is 1.
         power: K of the power filter; 0 is ridge regression, 2 the paper's.
-        mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "powers", a learned sum over
+        mix: "learned", one μ per head, "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "powers", a learned sum over
             the powers from 0 to K, which starts at the first power (see `Readout`).
         gamma: γ; None means learned in [1, 1.5], one per head.
         conv_size: taps of a short convolution with SiLU on q, k and v; 0 for none. Each has taps of its own, so queries
@@ -120,9 +120,9 @@ class SKA(DecayGate):
             training. With "own" (the paper's), queries are `x W_q`, and W_q starts orthogonal.
         ridge: ε.
         mode: "chunk"; "prefix", where a call without a state reads one operator of all its tokens, and later calls read
-            one operator a token; or "masked", where every call reads one operator of the tokens in the action mask, in
-            both directions, and has no state. The last two let information flow from future tokens.
-        refresh: "chunk", or "token" for one operator a token.
+            one operator per token; or "masked", where every call reads one operator of the tokens in the action mask,
+            in both directions, and has no state. The last two let information flow from future tokens.
+        refresh: "chunk", or "token" for one operator per token.
         decode_refresh: the same for a call with a state and one token a sequence in evaluation mode; None means
             `refresh`. The paper trains by chunk and decodes by token. The first token after a change begins a chunk.
         normalization: "causal", "trace", "sequence" or "paper" (`ops.koopman_attention`). In the last two information

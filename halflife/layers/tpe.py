@@ -97,7 +97,7 @@ class HeadDecay(Float32Module):
 
 @LAYERS.add("tpe_paper")
 class PaperTPE(Toeplitz):
-    """Toeplitz position encoding with one λ a head: `y_t = Σ_{s ≤ t} (a·b) λ^{t−s} x_s`, head by head.
+    """Toeplitz position encoding with one λ per head: `y_t = Σ_{s ≤ t} (a·b) λ^{t−s} x_s`, head by head.
 
     A model reads its output in the place of the embeddings. The paper gives no initial values. They are those of
     `tpe_released`. Source: Decay, §2.2.

@@ -153,7 +153,7 @@ class LinearMixer(DecayGate, HasMemory):
 
     def _check(self, decay: BlockDecay, vector: bool) -> None:
         if self.share_keys and not vector:
-            raise ValueError("share_keys writes k = 1 − λ with one λ a channel, so it needs a vector decay")
+            raise ValueError("share_keys writes k = 1 − λ with one λ per channel, so it needs a vector decay")
         if self.update.stretch_gain:
             check_gain(decay.post, delta=self.update.has_strength)
             if vector:
