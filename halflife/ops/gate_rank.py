@@ -72,7 +72,8 @@ def gate_rank(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
-    check_reset_law(reset_law, delta=beta is not None)
+    if reset_law != "mask":
+        check_reset_law(reset_law, delta=beta is not None)
     tensors = {"q": q, "k": k, "v": v, "g_slow": g_slow, "g_fast": g_fast, "beta": beta}
     settings = {"scale": scale, "chunk_size": chunk_size}
     if reset_law == "printed":
