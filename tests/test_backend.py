@@ -47,7 +47,7 @@ def gpu(monkeypatch):
 def taken(op, backend, device, call=None):
     """Return the name of the backend that `choose` returns."""
     function = backends.choose(op, backend, device, call)
-    return next(name for name, known in OPS[op].backends.items() if backends._function(known) is function)
+    return next(name for name, known in OPS[op].backends.items() if known.function is function)
 
 
 def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16, value=16):

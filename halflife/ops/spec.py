@@ -25,14 +25,14 @@ class Implementation:
     """One backend of an op.
 
     Attributes:
-        function: the implementation, or "module:function", which is imported at its first use.
+        function: the implementation.
         why_not: (op, device, call or None) → the reason why it cannot run there, or None if it can. Without a call,
             only the device and what is installed are judged.
         steps: whether it is fast for single tokens, so that "auto" takes it while decoding.
         traceable: whether torch.func and forward-mode differentiation see through it.
     """
 
-    function: Callable[..., Any] | str
+    function: Callable[..., Any]
     why_not: Callable[..., str | None] | None = None
     steps: bool = False
     traceable: bool = False

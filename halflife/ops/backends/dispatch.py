@@ -48,11 +48,13 @@ def implements(
     """Register the decorated function, or `function`, as the `backend` of `op`.
 
     Implementations of an op on tokens take a `Call` and return `(o, final state)`. Those of a pass take its arguments.
-    See `Implementation` for the other arguments.
+    A text "module:function" names one that is imported when it is first called. See `Implementation` for
+    the other arguments.
     """
 
     def register(function: Any) -> Any:
-        OPS[op].backends[backend] = Implementation(function, why_not, steps, traceable)
+        run = _imported_at_first_use(function) if isinstance(function, str) else function
+        OPS[op].backends[backend] = Implementation(run, why_not, steps, traceable)
         return function
 
     if function is not None:
@@ -67,9 +69,13 @@ def _load(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _function(implementation: Implementation) -> Callable[..., Any]:
-    function = implementation.function
-    return _load(function) if isinstance(function, str) else function
+def _imported_at_first_use(name: str) -> Callable[..., Any]:
+    """The function "module:function", whose module is imported when it is first called."""
+
+    def run(*arguments: Any) -> Any:
+        return _load(name)(*arguments)
+
+    return run
 
 
 def ops() -> list[str]:
@@ -114,10 +120,10 @@ def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Cal
             if known is None or name == "mask" or (name == "triton" and device.type != "cuda"):
                 continue
             if known.why_not is None or known.why_not(op, device, call) is None:
-                return known.function if callable(known.function) else _function(known)
+                return known.function
     reason = why_not(op, backend, device, call) if backend in backends else "unknown"
     if reason is None:
-        return _function(backends[backend])
+        return backends[backend].function
     able = ["auto", *(name for name in registered(op) if why_not(op, name, device, call) is None)]
     if backend not in backends:
         raise unknown(f"backend of {op} on {device.type}", backend, able)
@@ -149,7 +155,7 @@ def implementation_of(call: Call, backend: str) -> Callable[[Call], Any]:
             if known is None or not known.steps or (name == "native" and call.differentiated):
                 continue
             if known.why_not is None or known.why_not(op, device, call) is None:
-                return known.function if callable(known.function) else _function(known)
+                return known.function
         backend = "reference"
     return choose(op, backend, device, call)
 
@@ -184,7 +190,7 @@ def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings:
         if x is not None and x.device != device:
             raise ValueError(f"all tensors of {op} must be on one device; got {device} and {x.device}")
     if backend == "auto" and first.numel() < SMALLEST_PASS and not always:
-        return OPS[op].backends["reference"].function(*tensors, *settings)  # type: ignore[operator]
+        return OPS[op].backends["reference"].function(*tensors, *settings)
     if is_transformed():
         backend = _traceable(op, backend)
     return choose(op, backend, device, tensors)(*tensors, *settings)
