@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.design.updates import Block, Tokens, Update, by_dplr
+from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import State
 from halflife.layers.parts import ShortConv
-from halflife.ops import delta_rule, ridge_attention
+from halflife.ops import ridge_attention
 from halflife.packing import Packing
 from halflife.precision import Float32Module, inverse_softplus_of
 
@@ -113,12 +114,8 @@ class Product(Update):
         q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, more, 0)).flatten(1, 2)
         if g is not None:
             g = F.pad(g.unsqueeze(2), (*[0, 0] * (g.ndim - 2), 0, more)).flatten(1, 2)
-        o, memory = delta_rule(
-            q, k, v, beta, g, initial_state=state.get("memory"), output_final_state=True,
-            cu_seqlens=packing.repeated(self.steps), **block.op_options,
-        )  # fmt: skip
-        assert memory is not None
-        return o[:, more :: self.steps], {"memory": memory}
+        o, new = one_state(x, q, k, v, g, beta, state, packing.repeated(self.steps), **block.op_options)
+        return o[:, more :: self.steps], new
 
 
 @dataclass(frozen=True, kw_only=True)
