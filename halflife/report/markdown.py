@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from halflife.report.intervals import in_percent
+from halflife.report.intervals import with_seeds
 from halflife.report.table import Table
 from halflife.runs.records import repeated_tests
 
@@ -45,5 +45,4 @@ def percent(rows: Rows) -> str:
     seeds = [fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
     if not seeds or any(map(math.isnan, seeds)):
         return "diverged" if seeds else "–"
-    every = f" ({', '.join(f'{100 * x:.1f}' for x in seeds)})" if len(seeds) > 1 else ""
-    return f"{in_percent(seeds)}{every}"
+    return with_seeds([100 * x for x in seeds], 1)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from halflife.files import write_csv
-from halflife.report.intervals import has_learned, with_interval
+from halflife.report.intervals import has_learned, with_seeds
 from halflife.report.markdown import Rows, in_distribution
 from halflife.report.table import Table
 from halflife.runs.folder import read
@@ -65,7 +65,9 @@ def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
     for model, columns in cells.items():
         within, *_ = columns.values()
         mark = "" if has_learned([value / 100 for value in within]) else " (not learned)"
-        texts = (_seeds(values, digits=1 if "accuracy" in name else 2) for name, values in columns.items())
+        texts = (
+            with_seeds(values, 1 if "accuracy" in name else 2) if values else "–" for name, values in columns.items()
+        )
         lines.append([f"`{model}`{mark}", *texts])
     return Table(["model", *next(iter(cells.values()))], lines).markdown()
 
@@ -105,15 +107,8 @@ def by_layer(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         [
             f"`{model}`", layer,
-            *(_seeds([scale * float(row[name]) for row in seeds], 1) for name, scale in STATISTICS.values()),
+            *(with_seeds([scale * float(row[name]) for row in seeds], 1) for name, scale in STATISTICS.values()),
         ]
         for (model, layer), seeds in found.items()
     ]  # fmt: skip
     return Table(["model", "layer", *STATISTICS], lines).markdown()
-
-
-def _seeds(values: Sequence[float], digits: int = 2) -> str:
-    if not values:
-        return "–"
-    every = f" ({', '.join(f'{x:.{digits}f}' for x in values)})" if len(values) > 1 else ""
-    return f"{with_interval(values, digits)}{every}"
