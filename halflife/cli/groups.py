@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, get_type_hints
+from typing import Any, TypeVar
+
+from halflife.registry import construct, constructor_parameters, plain_type
 
 Command = TypeVar("Command")
 
@@ -64,27 +66,9 @@ def options_of(command: Any) -> dict[str, Any]:
 
 def option_types(command: type) -> dict[str, Any]:
     """The types of `options_of`."""
-    types: dict[str, Any] = {}
-    for name, hint in get_type_hints(command).items():
-        types |= option_types(hint) if _is_group(hint) else {name: hint}
-    return types
-
-
-def _is_group(hint: Any) -> TypeGuard[type]:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
-def command_with(kind: type[Command], options: Mapping[str, Any]) -> Command:
-    """A command, or a group, with these options and the defaults of all others."""
-    hints, own = get_type_hints(kind), {}
-    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
-        if _is_group(group := hints[field.name]):
-            own[field.name] = command_with(group, options)
-        elif field.name in options:
-            own[field.name] = options[field.name]
-    return kind(**own)
+    return {name: plain_type(one.annotation) for name, one in constructor_parameters(command).items()}
 
 
 def replace_options(command: Command, options: Mapping[str, Any]) -> Command:
     """A command with some of its options replaced."""
-    return command_with(type(command), {**options_of(command), **options})
+    return construct(type(command), {**options_of(command), **options})

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halflife import extensions
-from halflife.cli.groups import command_with, option_types, options_of, replace_options
-from halflife.registry import unknown
+from halflife.cli.groups import option_types, options_of, replace_options
+from halflife.registry import construct, unknown
 
 Command = TypeVar("Command")
 NOT_IN_FILES = ("config", "resume", "trust_data")
@@ -56,7 +56,7 @@ def read_options(command: Command) -> Command:
             raise unknown(f"option in {file}:", str(key), [*hints])
         value = _entries(value) if name == "set" else value
         options[name] = convert(f"{key} in {file}", value, hints[name])
-    return command_with(type(command), options)
+    return construct(type(command), options)
 
 
 def _located(written: Mapping[str, Any], folder: Path) -> dict[str, Any]:
