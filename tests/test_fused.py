@@ -259,13 +259,14 @@ def test_forward_derivatives_of_a_layer_are_those_of_torch():
     assert_close({"tangent": tangent()}, {"tangent": expected}, 4e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-def test_gradient_checkpointing(name):
+def test_gradient_checkpointing(name, dtype):
     """It unpacks each saved tensor once, so a backward pass reads them once."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_layers": 2, "vocab_size": 9, "num_heads": 2, "train_length": 16}
-    model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **sizes)).train()
+    model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **sizes)).to(dtype).train()
     ids = torch.randint(9, (2, 20))
     grads = []
     for enable in (lambda: None, model.gradient_checkpointing_enable):

@@ -16,7 +16,7 @@ Options = dict[str, Any]
 SAME_NAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 # Fields of a run on text that `--set training.…` alone sets.
 SET_ONLY = ("betas", "epsilon", "validation_tokens", "test_tokens")
-BYTE_VOCABULARY = {"bytes": 256, "bytes+eos": 257}
+VOCABULARY_SIZES = {"bytes": 256, "bytes+eos": 257}  # of tokenizers of ours
 
 
 def train_options(run: Mapping[str, Any]) -> Options:
@@ -50,7 +50,7 @@ def _model_options(run: Mapping[str, Any]) -> tuple[Options, Options]:
     model = ModelConfig.from_dict(run["model"])
     sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
     base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
-    known = model.vocab_size == BYTE_VOCABULARY.get(run["data"]["tokenizer"])
+    known = model.vocab_size == VOCABULARY_SIZES.get(run["data"]["tokenizer"])
     vocabulary = {} if known else {"model.vocab_size": model.vocab_size}
     return {"model": model.name, **sizes}, model_overrides(model, base) | vocabulary
 
