@@ -22,6 +22,7 @@ import timing  # noqa: E402
 from halflife import layers  # noqa: E402
 from halflife.layers import Mixer, State  # noqa: E402
 from halflife.models import preset  # noqa: E402
+from halflife.models.states import size as size_of  # noqa: E402
 from halflife.ops import koopman_attention  # noqa: E402
 from halflife.ops.koopman import KoopmanCall, solve  # noqa: E402
 from halflife.ops.koopman import op as koopman  # noqa: E402
@@ -60,7 +61,7 @@ def contexts(lengths: list[int], seconds: float) -> Iterator[str]:
         states = {name: _state(mixer, states[name], done, length) for name, mixer in mixers.items()}
         done = length
         times.append(timing.medians({n: _step(mixer, states[n]) for n, mixer in mixers.items()}, seconds))
-        sizes.append({n: sum(x.nbytes for x in state.values()) for n, state in states.items() if state is not None})
+        sizes.append({n: size_of((state,)) for n, state in states.items() if state is not None})
     yield "## Decoding"
     yield ""
     yield timing.command()

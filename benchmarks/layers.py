@@ -21,6 +21,7 @@ import timing  # noqa: E402
 
 from halflife import layers  # noqa: E402
 from halflife.models import PRESETS, preset  # noqa: E402
+from halflife.models.states import size as size_of  # noqa: E402
 
 HIDDEN, LENGTH = 768, 2048
 MARK = "<!-- layers -->"
@@ -64,7 +65,7 @@ def table(names: list[str]) -> list[str]:
     ]
     for name, mixer in mixers.items():
         parameters = sum(p.numel() for p in mixer.parameters())
-        size = sum(part.nbytes for part in states[name].values())
+        size = size_of((states[name],))
         (fast, slow), (step, before) = ((each[name, True], each[name, False]) for each in (training, decoding))
         lines.append(
             f"| {name} | {parameters:,} | {LENGTH / fast:,.0f} ({LENGTH / slow:,.0f}) | {slow / fast:.2f} "

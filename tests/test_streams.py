@@ -14,6 +14,7 @@ from helpers import assert_raises, generator, relative_error
 import halflife
 from halflife import ops
 from halflife.layers.mamba3 import running_angle
+from halflife.models.states import size
 from halflife.ops.koopman import convert_state
 from halflife.ops.slow_decay import decay_and_add, split_decay
 from halflife.packing import Packing
@@ -202,11 +203,11 @@ def test_a_session_with_states_in_float64(name, tmp_path):
         session.feed("abcdefghij").feed("k")
     assert torch.allclose(wide.next_logits, plain.next_logits, atol=1e-5)
 
-    def size(session, names):
+    def held(session, names):
         return sum(x.nbytes for layer in session.state for key, x in layer.items() if key.endswith(names))
 
-    assert size(wide, ("memory", "slow")) == 2 * size(plain, ("memory", "slow")) > 0
-    assert size(wide, "") - size(plain, "") == size(plain, ("memory", "slow"))
+    assert held(wide, ("memory", "slow")) == 2 * held(plain, ("memory", "slow")) > 0
+    assert held(wide, "") - held(plain, "") == held(plain, ("memory", "slow"))
     again = halflife.Session(model, state_dtype=torch.float64).load(wide.save(tmp_path / "s"))
     assert torch.equal(again.fork().feed("l").next_logits, wide.feed("l").next_logits)
     assert_raises(ValueError, "state_dtype must be None", halflife.Session, model, state_dtype=torch.bfloat16)
@@ -313,14 +314,11 @@ def test_a_session_of_a_million_tokens_has_constant_memory():
     session = halflife.Session(halflife.LanguageModel(config).eval())
     text = torch.randint(256, (50_000,))
 
-    def state_bytes():
-        return sum(x.nbytes for layer in session.state for x in layer.values())
-
     session.feed(text).feed(text)
-    size, before = state_bytes(), resident()
+    held, before = size(session.state), resident()
     for _ in range(18):
         session.feed(text)
-        assert state_bytes() == size
+        assert size(session.state) == held
     assert session.position == 1_000_000
     assert resident() - before <= 8 * 2**20
     assert session.next_logits.isfinite().all()

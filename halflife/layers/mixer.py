@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 
 from halflife.layers.parts import set_backend
 from halflife.packing import Packing
@@ -52,7 +54,8 @@ class Mixer(nn.Module):
                 (RWKV-7's first values) and inputs of all layers (SKA's action mask).
 
         Returns:
-            `y [B, T, D]` and the new state.
+            `y [B, T, D]` and the new state. Its tensors keep no other memory alive, such as the activations of x. A
+            part that these tokens do not change may be the tensor that was given.
 
         Raises:
             ValueError: cu_seqlens and attention_mask are both given, or a shape does not fit.
@@ -71,6 +74,10 @@ class Mixer(nn.Module):
                 f"the state has {len(state['position'])} sequences, but the input has {packing.num_sequences}"
             )
         y, new = self.mix(x, state, packing, shared)
+        if torch.compiler.is_compiling() or peek_interpreter_stack() is None:  # tensors of torch.func have no storage
+            for name, part in new.items():
+                if part.untyped_storage().size() != part.nbytes:  # a view, such as the last token of all activations
+                    new[name] = part.clone(memory_format=torch.contiguous_format)
         return y, {"position": packing.lengths(x.device) + state.get("position", 0), **new}
 
     @classmethod
@@ -92,7 +99,7 @@ class Mixer(nn.Module):
             state: the state after the previous piece; an empty dict at the start.
 
         Returns:
-            `y [B, T, D]` and the new state without `position`.
+            `y [B, T, D]` and the new state without `position`. Its tensors may be views, which `forward` copies.
         """
         raise NotImplementedError
 

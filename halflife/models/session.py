@@ -79,7 +79,7 @@ class Session:
                 hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
                 self.state = self._cast(state)
                 self._logits = self.model.logits(hidden[0, -1])
-                self._last, self.position = piece[-1:], self.position + len(piece)
+                self._last, self.position = piece[-1:].clone(), self.position + len(piece)
         return self
 
     def _cast(self, state: ModelState) -> ModelState:

@@ -29,14 +29,10 @@ def select(state: ModelState, rows: Sequence[int]) -> ModelState:
     return changed(state, lambda x: x.index_select(0, index))
 
 
-def compact(state: ModelState) -> ModelState:
-    """Return the state with tensors that keep no larger memory alive, as a view of a batch does."""
-    return changed(state, lambda x: x if x.untyped_storage().nbytes() == x.nbytes else x.clone())
-
-
 def size(state: ModelState) -> int:
-    """Return the bytes of a state."""
-    return sum(x.nbytes for layer in state for x in layer.values())
+    """Return the bytes that a state keeps in memory; memory that several tensors share counts once."""
+    memory = [x.untyped_storage() for layer in state for x in layer.values()]
+    return sum({part.data_ptr(): part.nbytes() for part in memory}.values())
 
 
 def changed(state: ModelState, change: Callable[[Tensor], Tensor]) -> ModelState:

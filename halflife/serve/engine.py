@@ -20,7 +20,7 @@ from torch import Tensor
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.session import NOT_FINITE
-from halflife.models.states import compact, form, select, stack
+from halflife.models.states import form, select, stack
 from halflife.ops.linear import fast_linears
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
@@ -252,7 +252,7 @@ class Engine:
         hidden, after = self.model.hidden(ids, stack(states) if states else None)
         self.counts.prompt_tokens += ids.numel()
         for i, job in enumerate(jobs):
-            job.state = compact(select(after, [i]) if len(jobs) > 1 else after)
+            job.state = select(after, [i]) if len(jobs) > 1 else after
             job.hidden, job.position = hidden[i, -1].clone(), job.position + count
             if job.begin is None and job.position in job.cuts:
                 self.prefixes.add(job.tokens[: job.position], job.state, job.hidden)
@@ -308,7 +308,7 @@ class Engine:
         if job.left <= 0:
             before, after = 0 if job.begin is None else job.begin.length, None
             if job.keep:
-                after = Prefix(before + len(read), compact(state), hidden)
+                after = Prefix(before + len(read), state, hidden)
             # Jobs are parts of circles of references, which Python frees late, so a job must hold no state.
             job.state = job.hidden = job.begin = None
             job.emit(Done(len(job.tokens), job.reused, job.written, after, tuple(tokens[-1:])))

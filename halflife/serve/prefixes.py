@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halflife.models.lm import ModelState
-from halflife.models.states import compact, size
+from halflife.models.states import size
 
 BLOCK_TOKENS = 16  # tokens; prompts are compared at multiples of it
 SHORTEST_PREFIX = 2 * BLOCK_TOKENS  # tokens; shorter prefixes are not stored
@@ -77,7 +77,7 @@ class PrefixCache:
         if key in self._entries:
             self._entries.move_to_end(key)
             return
-        prefix = Prefix(len(tokens), compact(state), hidden.clone())
+        prefix = Prefix(len(tokens), state, hidden.clone())
         self._entries[key] = prefix
         self._lengths[prefix.length] += 1
         self.bytes += _bytes(prefix)

@@ -1,0 +1,103 @@
+"""A state keeps no memory but its own: not the activations of a long prompt, nor the tokens of the caller."""
+
+import pytest
+import torch
+from helpers import generator
+from test_registry import CONFIGURATIONS, build, tokens
+
+from halflife import Session
+from halflife.data.tokenizers import load_tokenizer
+from halflife.hf import HalflifeForCausalLM
+from halflife.models.states import size
+from halflife.serve.engine import Engine
+from halflife.serve.jobs import Done, Failed, Job, Settings
+
+LENGTH = 80
+LAYOUTS = {
+    "rows": {},
+    "packed": {"cu_seqlens": torch.tensor([0, 30, 30, 31, LENGTH])},
+    "padded": {"attention_mask": (torch.arange(LENGTH) >= torch.tensor([[50], [0]])).long()},
+}
+
+
+def assert_owned(state):
+    """Every tensor of a state has the memory of its entries, and shares it with no other tensor of the state."""
+    for layer, parts in enumerate(state):
+        for name, x in parts.items():
+            assert x.untyped_storage().nbytes() == x.nbytes, (layer, name, tuple(x.shape))
+    assert size(state) == sum(x.nbytes for parts in state for x in parts.values())
+
+
+def memory(*tensors):
+    return {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_state_owns_its_memory(name):
+    model = build(name).eval()
+    with torch.no_grad():
+        for layout, options in LAYOUTS.items():
+            _, state = model.hidden(tokens(1 if layout == "packed" else 2, LENGTH), **options)
+            assert_owned(state)
+            for length in (3, 1, 0):
+                _, new = model.hidden(tokens(len(state[0]["position"]), length), state)
+                assert_owned(new)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_state_with_gradients_owns_its_memory(name):
+    """The state of a first piece of training, whose inputs are embeddings: it shares no memory with them."""
+    model = build(name)
+    x = torch.randn(2, LENGTH, model.config.hidden_size, requires_grad=True, generator=generator(name))
+    _, state = model.hidden(x)
+    assert_owned(state)
+    held = memory(*(part for layer in state for part in layer.values()))
+    assert not held & memory(x, *model.parameters(), *model.buffers())
+    sum(part.sum() for layer in state for part in layer.values() if part.requires_grad).backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_sessions_and_caches_own_their_memory(name, tmp_path):
+    model, ids = build(name).eval(), tokens(LENGTH)
+    session = Session(model, piece_size=50).feed(ids)
+    for each in (session, session.fork().feed(ids[:1]), Session(model).load(session.save(tmp_path / "state"))):
+        assert_owned(each.state)
+        kept = memory(each._last, each.next_logits)
+        assert not kept & memory(ids)
+        assert each._last.untyped_storage().nbytes() == each._last.nbytes
+    with torch.no_grad():
+        cache = HalflifeForCausalLM.of(model)(torch.stack([ids, ids]), use_cache=True).past_key_values
+    assert_owned(cache.state)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert_owned(cache.state)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_server_keeps_states_that_own_their_memory(name):
+    """Prompts are read together, and their states are rows of one batch until each is stored."""
+    model, events = build(name).eval(), []
+    engine = Engine(model, load_tokenizer("bytes"), cache_bytes=1 << 24)
+    for _ in range(2):
+        settings = Settings(max_tokens=2, temperature=0.0, n=2)
+        engine.submit(Job(tokens(LENGTH).tolist(), settings, events.append, keep=True))
+    while len(done := [event for event in events if isinstance(event, Done)]) < 2:
+        assert not any(isinstance(event, Failed) for event in events), events
+        engine.turn()
+    assert len(engine.prefixes) >= 2
+    prefixes = [*engine.prefixes._entries.values(), *(event.after for event in done)]
+    for prefix in prefixes:
+        assert_owned(prefix.state)
+        assert prefix.hidden.untyped_storage().nbytes() == prefix.hidden.nbytes
+    stored = engine.prefixes._entries.values()
+    assert engine.prefixes.bytes == sum(size(prefix.state) + prefix.hidden.nbytes for prefix in stored)
+
+
+def test_states_have_transforms_of_torch_func():
+    model = build("rwkv7")
+    mixer = model.blocks[0].mixer
+    x = torch.randn(3, 5, model.config.hidden_size, generator=generator("transforms"))
+    gradient = torch.func.vmap(torch.func.grad(lambda x: mixer(x[None])[1]["shift"].sum()))(x)
+    assert torch.equal(gradient, torch.zeros_like(x).index_fill(1, torch.tensor([4]), 1.0))
