@@ -52,8 +52,12 @@ class ByteTokenizer:
     def fingerprint(self) -> str:
         return self.name
 
-    def save(self, folder: Path) -> None:
-        """Write the files that `AutoTokenizer` of transformers loads: byte-level BPE of 256 tokens without merges."""
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `AutoTokenizer` of transformers loads: byte-level BPE of 256 tokens without merges.
+
+        The folder is made if there is none.
+        """
+        folder = Path(folder)
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         vocabulary = {mark: i for i, mark in enumerate(_byte_marks())}
         model: dict[str, Any] = {"type": "BPE", "vocab": vocabulary, "merges": []}

@@ -54,15 +54,18 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Ids) -> str:
-        """The text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
+
+        A later token must not change the text of earlier ones, but for characters and bytes that are incomplete.
+        """
         ...
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the ids."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the files that `AutoTokenizer` of transformers loads."""
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `AutoTokenizer` of transformers loads. The folder is made if there is none."""
         ...
 
 
@@ -108,7 +111,8 @@ class HuggingFaceTokenizer:
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Ids) -> str:
-        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
+        # A clean-up would take spaces out of code, and out of text that a stream has shown already.
+        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def fingerprint(self) -> str:
         if self.tokenizer.is_fast:
@@ -119,7 +123,7 @@ class HuggingFaceTokenizer:
                 parts = [file.read_bytes() for file in files if file.is_file()]
         return hashlib.sha256(b"\0".join([*parts, str(self.eos).encode()])).hexdigest()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
 

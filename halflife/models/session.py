@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
-from halflife.models.text import TextStream, divide_stops, pieces_of_text
+from halflife.models.text import CONTEXT, TextStream, context, divide_stops, pieces_of_text
 from halflife.ops.linear import fast_linears
 
 FORMAT = 1  # increased when older files can no longer be read
@@ -64,7 +64,7 @@ class Session:
         self.state: ModelState | None = None
         self.position = 0
         self._logits: Tensor | None = None
-        self._last: Tensor | None = None  # [1], the last token
+        self._recent: list[int] = []  # the last tokens, as far as the text of later ones depends on them
 
     @torch.no_grad()
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
@@ -79,8 +79,18 @@ class Session:
                 hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
                 self.state = self._cast(state)
                 self._logits = self.model.logits(hidden[0, -1])
-                self._last, self.position = piece[-1:].clone(), self.position + len(piece)
+                self._remember(piece.tolist())
+                self.position += len(piece)
         return self
+
+    def _remember(self, tokens: list[int]) -> None:
+        self._recent = [*self._recent, *tokens]
+        if len(self._recent) > 2 * CONTEXT:  # so most tokens need no call of the tokenizer
+            self._recent = context(self.decode, self._recent) if self._has_text else self._recent[-CONTEXT:]
+
+    @property
+    def _has_text(self) -> bool:
+        return self.decode is not None or self.model.config.vocab_size == BYTE_VOCABULARY
 
     def _cast(self, state: ModelState) -> ModelState:
         """The state with its sums over all tokens in `state_dtype`."""
@@ -126,7 +136,7 @@ class Session:
             self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size, state_dtype=self.state_dtype
         )
         other.state, other.position = self.state, self.position
-        other._logits, other._last = self._logits, self._last
+        other._logits, other._recent = self._logits, self._recent
         return other
 
     def sample(
@@ -179,14 +189,13 @@ class Session:
             ValueError: as in `sample`, an empty text in `stop`, or the tokens are not bytes and there is no `decode`.
             TypeError: `stop` has something other than tokens and texts.
         """
-        if self.decode is None and self.model.config.vocab_size != BYTE_VOCABULARY:
+        if not self._has_text:
             raise ValueError(
                 f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )
         ends, texts = divide_stops([stop] if isinstance(stop, str) else stop)
         tokens = self.sample(n, **settings)
-        before = [] if self._last is None else self._last.tolist()
-        return pieces_of_text(tokens, ends, TextStream(self.decode, before, texts))
+        return pieces_of_text(tokens, ends, TextStream(self.decode, self._recent, texts))
 
     def save(self, path: str | Path) -> Path:
         """Write the state and the last logits into a safetensors file, from which `load` continues.
@@ -194,12 +203,12 @@ class Session:
         Raises:
             ValueError: the session has read nothing yet.
         """
-        tensors = {"logits": self.next_logits, "last": self._last}
+        tensors = {"logits": self.next_logits, "last": torch.tensor(self._recent)}
         for i, layer in enumerate(self.state or ()):
             tensors |= {f"{i}.{name}": part for name, part in layer.items()}
         about = {"format": str(FORMAT), "model": self._fingerprint(), "position": str(self.position)}
         # Tensors of a state may share memory, but those of a safetensors file may not.
-        copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items() if x is not None}
+        copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         write_tensors(Path(path), copies, about)
         return Path(path)
 
@@ -227,11 +236,12 @@ class Session:
         if sorted(layers) != list(range(len(layers))):
             raise ValueError(f"{path} holds no state of a session: its layers are {sorted(layers)}")
         vocabulary = self.model.config.vocab_size
-        if position < 1 or logits.shape != (vocabulary,) or last.shape != (1,) or not 0 <= int(last) < vocabulary:
-            raise ValueError(f"{path} holds no state of a session: its position, logits or last token cannot be")
+        known = last.ndim == 1 and len(last) > 0 and 0 <= int(last.min()) <= int(last.max()) < vocabulary
+        if position < 1 or logits.shape != (vocabulary,) or not known:
+            raise ValueError(f"{path} holds no state of a session: its position, logits or last tokens cannot be")
         self._check(path, layers, position)
         self.state = self._cast(tuple(layers[i] for i in range(len(layers))))
-        self.position, self._logits, self._last = position, logits, last
+        self.position, self._logits, self._recent = position, logits, last.tolist()
         return self
 
     @torch.no_grad()

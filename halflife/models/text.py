@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from weakref import WeakKeyDictionary
+
+Decode = Callable[[Sequence[int]], str]
+
+REPLACED = "\N{REPLACEMENT CHARACTER}"
+CONTEXT = 64  # tokens
+FIRST_IDS = 1024  # where a vocabulary has its single bytes
+_fragments: WeakKeyDictionary[object, int | None] = WeakKeyDictionary()  # by tokenizer
 
 
 class TextStream:
-    """The text of tokens as they come. A character appears with the last token that it needs.
+    """The text of tokens as they come, which together is what `decode` says of all tokens.
 
-    A token's text may depend on earlier tokens, so these are decoded together with it. Characters that may begin a stop
-    string wait.
+    A token's text may depend on earlier tokens, so these are decoded together with it. A character appears with the
+    last token that it needs. Characters that a later token may change wait. With byte fallback, one wrong byte makes
+    the whole run of bytes unreadable, so the run waits for its end. Characters that may begin a stop string wait too.
 
     Args:
         decode: the tokenizer's function from ids to text; None for bytes.
-        before: the tokens before the first one, as far as its text depends on them.
+        before: the tokens before the first one, or the last of them that `context` returns.
         stops: strings that end the text; they are no part of it.
 
     Attributes:
@@ -21,12 +31,12 @@ class TextStream:
         stopped: whether a stop string came.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str] | None, before: Sequence[int] = (), stops: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, decode: Decode | None, before: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode or _decode_bytes, tuple(stops)
-        self._before = list(before)  # the last tokens whose text is decoded
-        self._incomplete: list[int] = []  # tokens whose last character is not complete
+        self._fragment = _find_fragment(self._decode)
+        self._before = context(decode, before)  # the last tokens whose text is released
+        self._known = self._decode(self._before)
+        self._pending: list[int] = []  # tokens whose text is not released
         self._waiting = ""
         self.released, self.stopped = 0, False
 
@@ -47,18 +57,65 @@ class TextStream:
         return piece
 
     def _decode_next(self, tokens: Sequence[int], final: bool) -> str:
-        self._incomplete += tokens
-        known, text = self._decode(self._before), self._decode([*self._before, *self._incomplete])
-        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
+        self._pending += tokens
+        if not self._pending:
             return ""
-        if self._incomplete:
-            self._before, self._incomplete = self._incomplete, []
-        return text[len(known) :]
+        read = [*self._before, *self._pending]
+        text = self._decode(read)
+        if not final and not self._settled(read, text):
+            return ""
+        piece = text[self._known_length(text) :]
+        # Tokens without a text, as skipped special tokens are, do not show that text precedes the next token.
+        self._known = self._decode(self._pending)
+        if self._known:
+            self._before = self._pending
+        else:
+            self._before, self._known = read, text
+        self._pending = []
+        return piece
+
+    def _settled(self, tokens: list[int], text: str) -> bool:
+        """Return whether later tokens leave the text of `tokens` as it is."""
+        if text.endswith(REPLACED):
+            return False
+        return self._fragment is None or self._decode([*tokens, self._fragment]).startswith(text)
+
+    def _known_length(self, text: str) -> int:
+        """Return how much of `text` is that of earlier tokens. They may end in an incomplete character."""
+        if self._known.endswith(REPLACED) and not text.startswith(self._known):
+            differ = (i for i, (one, other) in enumerate(zip(self._known, text, strict=False)) if one != other)
+            return next(differ, len(text))
+        return len(self._known)
 
     def _begun(self) -> int:
         """Return the most characters at the end of the waiting text with which a stop string begins."""
         begun = (n for stop in self._stops for n in range(1, len(stop)) if self._waiting.endswith(stop[:n]))
         return max(begun, default=0)
+
+
+def context(decode: Decode | None, tokens: Sequence[int]) -> list[int]:
+    """Return the last tokens of `tokens` after which later tokens have the text that they have after all of them.
+
+    These are some 64 that have a text and do not begin within a character.
+    """
+    decode, count = decode or _decode_bytes, CONTEXT
+    while count < len(tokens) and (not (text := decode(tokens[-count:])) or text.startswith(REPLACED)):
+        count *= 2
+    return list(tokens[-count:])
+
+
+def _find_fragment(decode: Decode) -> int | None:
+    """Return a token that is a byte within a character, or None if the tokenizer has none."""
+    owner = getattr(decode, "__self__", decode)
+    with suppress(TypeError):  # an owner that cannot be referred to weakly
+        if owner in _fragments:
+            return _fragments[owner]
+    found = None
+    with suppress(Exception):  # a function of the user's may refuse ids
+        found = next((i for i in range(FIRST_IDS) if decode([i]) == REPLACED), None)
+    with suppress(TypeError):
+        _fragments[owner] = found
+    return found
 
 
 def _decode_bytes(tokens: Sequence[int]) -> str:

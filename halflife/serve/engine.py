@@ -21,6 +21,7 @@ from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.session import NOT_FINITE
 from halflife.models.states import form, select, stack
+from halflife.models.text import context
 from halflife.ops.linear import fast_linears
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
@@ -308,7 +309,8 @@ class Engine:
         if job.left <= 0:
             before, after = 0 if job.begin is None else job.begin.length, None
             if job.keep:
-                after = Prefix(before + len(read), state, hidden)
+                recent = context(self.tokenizer.decode, [*job.before, *read])
+                after = Prefix(before + len(read), state, hidden, tuple(recent))
             # Jobs are parts of circles of references, which Python frees late, so a job must hold no state.
             job.state = job.hidden = job.begin = None
             job.emit(Done(len(job.tokens), job.reused, job.written, after, tuple(tokens[-1:])))

@@ -90,6 +90,11 @@ class Job:
     left: int = 0  # continuations that have not ended
 
     @property
+    def before(self) -> tuple[int, ...]:
+        """The last tokens before those of `tokens`, as far as the text of later ones depends on them."""
+        return () if self.begin is None else self.begin.recent
+
+    @property
     def rows(self) -> int:
         """Rows of the batch that the job needs."""
         return max(1, self.settings.n)
@@ -103,7 +108,7 @@ class Row:
         self.generator = torch.Generator(device)
         seed = job.settings.seed
         self.generator.seed() if seed is None else self.generator.manual_seed(seed + choice)
-        self.text = TextStream(tokenizer.decode, job.tokens[-1:], job.settings.stop)
+        self.text = TextStream(tokenizer.decode, [*job.before, *job.tokens], job.settings.stop)
         self.tokens: list[int] = []
         self._unreported: list[Written] = []
 

@@ -26,11 +26,15 @@ REMEMBERED = 1 << 14  # blocks of earlier prompts whose hashes are stored: 3 MB
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the model has after `length` tokens: its state of one row, and the last hidden state `[D]`."""
+    """What the model has after `length` tokens: its state of one row, and the last hidden state `[D]`.
+
+    `recent` are the last tokens, as far as the text of later ones depends on them, where a session needs them.
+    """
 
     length: int
     state: ModelState
     hidden: Tensor
+    recent: tuple[int, ...] = ()
 
 
 class PrefixCache:
