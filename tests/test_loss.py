@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import assert_raises
 
 from halflife import LanguageModel, preset
 from halflife.evaluation.language import by_position, document_loss
@@ -173,8 +174,9 @@ def test_the_door_to_transformers(monkeypatch, tie, items):
     labels = ids.clone()
     labels[0, 3:] = IGNORED
     expected = gradients(wrapped, lambda: wrapped(ids, labels=labels, num_items_in_batch=items).loss)
-    assert wrapped(ids, labels=labels).logits is not None
     monkeypatch.setattr(loss, "LOGITS", 3 * 32)
+    assert wrapped(ids, labels=labels).logits is not None  # whatever their number
+    wrapped.config.chunked_loss = True
     found = gradients(wrapped, lambda: wrapped(ids, labels=labels, num_items_in_batch=items).loss)
     # transformers rounds the logits to float32.
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
@@ -184,12 +186,13 @@ def test_the_door_to_transformers(monkeypatch, tie, items):
     assert wrapped(ids).logits.shape == (2, 9, 32)
     assert wrapped.eval()(ids, labels=labels).logits.shape == (2, 9, 32)
     wrapped.train().loss_function = lambda logits, **_: logits.sum()
-    assert wrapped(ids, labels=labels).logits is not None
+    assert_raises(ValueError, "another one", wrapped, ids, labels=labels)
 
 
 def test_a_micro_batch_without_labels_adds_nothing(monkeypatch):
     """The trainer of transformers divides by the labels of all micro-batches, so one may have none."""
     wrapped, ids = HalflifeForCausalLM.of(model()).train(), torch.randint(32, (2, 9))
+    wrapped.config.chunked_loss = True
     none = torch.full_like(ids, IGNORED)
     assert wrapped(ids, labels=none, num_items_in_batch=5).loss == 0
     monkeypatch.setattr(loss, "LOGITS", 3 * 32)

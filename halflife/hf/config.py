@@ -29,12 +29,13 @@ class HalflifeConfig(PreTrainedConfig):
         HalflifeConfig(my_model_config)
 
     The attributes `vocab_size`, `hidden_size`, `num_hidden_layers`, `tie_word_embeddings` and `initializer_range` read
-    and write the fields of `model`.
+    and write the fields of `model`; `num_attention_heads` reads the heads of its first layer.
 
     Args:
-        model: the `ModelConfig` or its dict; the attribute is the dict. None means the preset mamba2 in its default
-            sizes.
+        model: the `ModelConfig` or its dict; the attribute is the dict. None means the preset mamba2, with the fields
+            above if they are given.
         use_cache: whether a forward pass returns the state.
+        chunked_loss: whether a training step computes the loss without all logits at once. They are then None.
         pad_token_id, bos_token_id, eos_token_id: token ids for `generate`.
         **kwargs: other settings of transformers.
 
@@ -56,18 +57,20 @@ class HalflifeConfig(PreTrainedConfig):
         model: Any = None,
         *,
         use_cache: bool = True,
+        chunked_loss: bool = False,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        model = preset("mamba2") if model is None else model
+        if model is None:
+            model = {**preset("mamba2").to_dict(), **{FIELDS[name]: kwargs[name] for name in FIELDS if name in kwargs}}
         if not isinstance(model, ModelConfig | dict):
             raise TypeError(
                 f"model must be a ModelConfig or its dict; got {model!r}. HalflifeConfig.from_preset takes names"
             )
         config = model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)
-        self.model, self.use_cache = config.to_dict(), use_cache
+        self.model, self.use_cache, self.chunked_loss = config.to_dict(), use_cache, chunked_loss
         self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
         for name, field in FIELDS.items():
             if (value := kwargs.pop(name, self.model[field])) != self.model[field]:
@@ -75,6 +78,11 @@ class HalflifeConfig(PreTrainedConfig):
         if (version := kwargs.pop("format", checkpoint.FORMAT)) != checkpoint.FORMAT:
             raise ValueError(f"this checkpoint has format {version}; this version reads {checkpoint.FORMAT}")
         super().__init__(**kwargs)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of the first layer; 1 where it has none."""
+        return self.model_config().mixer_of(0)[1].get("num_heads", 1)
 
     @classmethod
     def from_preset(cls, name: str, **sizes: Any) -> HalflifeConfig:

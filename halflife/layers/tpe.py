@@ -41,6 +41,8 @@ class ToeplitzKernel(Float32Module):
 class Toeplitz(Mixer):
     """Linear attention whose query, key and decay are the same at every token, head by head."""
 
+    adds = False  # whether a model adds the output to the embeddings, or puts it in their place
+
     def __init__(self, place: Place, run: Run) -> None:
         super().__init__()
         self.num_heads, self.head_dim = place.num_heads, place.head_size()
@@ -69,6 +71,8 @@ class TPE(Toeplitz):
         state_size: number N of exponentials in a kernel.
         longest: largest initial time-scale, in tokens.
     """
+
+    adds = True
 
     def __init__(self, place: Place, run: Run, *, state_size: int = 16, longest: float = 512.0) -> None:
         super().__init__(place, run)

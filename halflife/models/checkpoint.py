@@ -67,7 +67,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         tensors = {name: x.to(device) for name, x in Checkpoint(folder).items()}
     else:
         tensors, _ = read_tensors(folder / WEIGHTS, device)
-    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
+    tensors = {name.removeprefix("model.").replace("lm_head.", "head."): x for name, x in tensors.items()}
     try:
         described = ModelConfig.from_dict(config["model"])
         layers = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})

@@ -15,6 +15,7 @@ from halflife import layers
 from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
 from halflife.layers.init import reset
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, set_backend
+from halflife.layers.tpe import Toeplitz
 from halflife.models.config import ModelConfig
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -82,7 +83,7 @@ def _norm(config: ModelConfig) -> nn.Module:
     return norms[config.norm](config.hidden_size, eps=config.norm_eps)
 
 
-def _tpe(config: ModelConfig) -> Mixer | None:
+def _tpe(config: ModelConfig) -> Any:
     if config.position == "none":
         return None
     return layers.build(
@@ -105,7 +106,90 @@ def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
     )
 
 
-class LanguageModel(nn.Module):
+class Backbone(nn.Module):
+    """What turns token ids into hidden states: embedding, blocks and norm, which a subclass sets."""
+
+    embedding: nn.Embedding
+    embedding_norm: nn.Module
+    embedding_dropout: float
+    tpe: Toeplitz | None
+    blocks: nn.ModuleList
+    norm: nn.Module
+
+    def hidden(
+        self,
+        ids: Tensor,
+        state: Sequence[State] | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        call: Callable[..., tuple[Tensor, State]] | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Return the normalised hidden states `[B, T, D]` before the head, and the new state.
+
+        Args:
+            ids: token ids `[B, T]`, or embeddings `[B, T, D]`.
+            state, cu_seqlens, attention_mask, action_mask: as in `forward`.
+            call: function that runs a block, `call(block, x, state, packing, shared=shared)`, for activation
+                checkpoints or to record inputs; None means `block(x, …)`.
+        """
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids must be a torch.Tensor; got {type(ids).__name__}")
+        if ids.dtype == torch.bool or ids.is_complex() or ids.ndim != 2 + ids.is_floating_point():
+            raise ValueError(
+                f"ids must be integers [B, T] (or embeddings [B, T, D]); got {ids.dtype} {tuple(ids.shape)}"
+            )
+        depth = len(self.blocks) + (self.tpe is not None)
+        if state is not None and len(state) != depth:
+            raise ValueError(f"this state has {len(state)} layers; the model has {depth}")
+        shape, index, shared = ids.shape[:2], None, self._shared(ids, action_mask)
+        if attention_mask is None:
+            packing = Packing.of(cu_seqlens, *shape)
+        else:
+            if cu_seqlens is not None:
+                raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
+            shared = {name: layers.unpad(x, attention_mask)[0] for name, x in shared.items()}
+            ids, bounds, index = layers.unpad(ids, attention_mask)
+            packing = Packing(1, ids.shape[1], bounds)
+        x, new, toeplitz = self.embedding_norm(self._embed(ids)), [], []
+        if self.embedding_dropout:
+            x = F.dropout(x, self.embedding_dropout, self.training)
+        if self.tpe is not None:
+            encoded, tpe_state = self.tpe(x, None if state is None else state[-1], packing)
+            x, toeplitz = (x + encoded if self.tpe.adds else encoded), [tpe_state]
+        for i, block in enumerate(self.blocks):
+            before = None if state is None else state[i]
+            run = block if call is None else partial(call, block)
+            x, layer_state = run(x, before, packing, shared=shared)
+            new.append(layer_state)
+        new += toeplitz
+        x = self.norm(x)
+        return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """The embeddings of token ids `[B, T]`; embeddings stay as they are."""
+        if ids.is_floating_point():
+            return ids
+        if ids.is_meta and not self.embedding.weight.is_meta:
+            raise ValueError("ids are on the meta device, which has no values, and the model is not")
+        try:
+            return self.embedding(ids if ids.dtype == torch.int32 else ids.long())
+        except IndexError as error:  # on a CPU; an accelerator does not tell
+            message = f"ids must lie between 0 and {self.embedding.num_embeddings - 1}"
+            raise ValueError(f"{message}; got {int(ids.min())} to {int(ids.max())}") from error
+
+    def _shared(self, ids: Tensor, action_mask: Tensor | None) -> Shared:
+        """Return the tensors that one forward pass gives to all of its layers."""
+        if action_mask is None:
+            return {}
+        if action_mask.shape != ids.shape[:2]:
+            raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape[:2])}; got {tuple(action_mask.shape)}")
+        if not any(isinstance(module, Mixer) and module.reads_action_mask for module in self.blocks.modules()):
+            raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
+        return {"action_mask": action_mask}
+
+
+class LanguageModel(Backbone):
     """A causal language model with any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`.
 
     Args:
@@ -117,6 +201,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embedding_norm = _norm(config) if config.embedding_norm else nn.Identity()
+        self.embedding_dropout = config.embedding_dropout
         self.tpe = _tpe(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
@@ -176,78 +261,6 @@ class LanguageModel(nn.Module):
         """
         hidden, state = self.hidden(ids, state, cu_seqlens, attention_mask, action_mask)
         return self.logits(hidden), state
-
-    def hidden(
-        self,
-        ids: Tensor,
-        state: Sequence[State] | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        action_mask: Tensor | None = None,
-        call: Callable[..., tuple[Tensor, State]] | None = None,
-    ) -> tuple[Tensor, ModelState]:
-        """Return the normalised hidden states `[B, T, D]` before the head, and the new state.
-
-        Args:
-            ids: token ids `[B, T]`, or embeddings `[B, T, D]`.
-            state, cu_seqlens, attention_mask, action_mask: as in `forward`.
-            call: function that runs a block, `call(block, x, state, packing, shared=shared)`, for activation
-                checkpoints or to record inputs; None means `block(x, …)`.
-        """
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"ids must be a torch.Tensor; got {type(ids).__name__}")
-        if ids.dtype == torch.bool or ids.is_complex() or ids.ndim != 2 + ids.is_floating_point():
-            raise ValueError(
-                f"ids must be integers [B, T] (or embeddings [B, T, D]); got {ids.dtype} {tuple(ids.shape)}"
-            )
-        depth = len(self.blocks) + (self.tpe is not None)
-        if state is not None and len(state) != depth:
-            raise ValueError(f"this state has {len(state)} layers; the model has {depth}")
-        shape, index, shared = ids.shape[:2], None, self._shared(ids, action_mask)
-        if attention_mask is None:
-            packing = Packing.of(cu_seqlens, *shape)
-        else:
-            if cu_seqlens is not None:
-                raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
-            shared = {name: layers.unpad(x, attention_mask)[0] for name, x in shared.items()}
-            ids, bounds, index = layers.unpad(ids, attention_mask)
-            packing = Packing(1, ids.shape[1], bounds)
-        x, new, toeplitz = self.embedding_norm(self._embed(ids)), [], []
-        if self.config.embedding_dropout:
-            x = F.dropout(x, self.config.embedding_dropout, self.training)
-        if self.tpe is not None:
-            encoded, tpe_state = self.tpe(x, None if state is None else state[-1], packing)
-            x, toeplitz = (x + encoded if self.config.position == "tpe" else encoded), [tpe_state]
-        for i, block in enumerate(self.blocks):
-            before = None if state is None else state[i]
-            run = block if call is None else partial(call, block)
-            x, layer_state = run(x, before, packing, shared=shared)
-            new.append(layer_state)
-        new += toeplitz
-        x = self.norm(x)
-        return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        """The embeddings of token ids `[B, T]`; embeddings stay as they are."""
-        if ids.is_floating_point():
-            return ids
-        if ids.is_meta and not self.embedding.weight.is_meta:
-            raise ValueError("ids are on the meta device, which has no values, and the model is not")
-        try:
-            return self.embedding(ids if ids.dtype == torch.int32 else ids.long())
-        except IndexError as error:  # on a CPU; an accelerator does not tell
-            message = f"ids must lie between 0 and {self.config.vocab_size - 1}"
-            raise ValueError(f"{message}; got {int(ids.min())} to {int(ids.max())}") from error
-
-    def _shared(self, ids: Tensor, action_mask: Tensor | None) -> Shared:
-        """Return the tensors that one forward pass gives to all of its layers."""
-        if action_mask is None:
-            return {}
-        if action_mask.shape != ids.shape[:2]:
-            raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape[:2])}; got {tuple(action_mask.shape)}")
-        if not self.config.reads_action_mask:
-            raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
-        return {"action_mask": action_mask}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head: `[…, D]` → `[…, vocab_size]`."""

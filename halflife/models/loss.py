@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
 
 
-def mean_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
 
     Up to `LOGITS` logits are computed at once. More are computed by `ChunkedLoss`; its gradients cannot be
@@ -26,9 +27,15 @@ def mean_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         hidden: `[N, D]`. Under autocast, the products have its precision.
-        weight: of the head, `[V, D]`.
+        head: the weight of the head, `[V, D]`, or the head itself. One that is no plain `nn.Linear` without hooks (an
+            adapter or a quantised map) is called, and its logits are computed again in the backward pass.
         labels: `[N]`, int64, none of them ignored.
     """
+    if isinstance(head, nn.Module):
+        if not _is_plain(head):
+            return _recomputed_loss(hidden, head, labels)
+        head = head.weight
+    weight = head
     if len(hidden) * len(weight) <= LOGITS:
         return F.cross_entropy(_wide(F.linear(hidden, weight)), labels)
     device = hidden.device.type
@@ -37,6 +44,30 @@ def mean_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     with torch.autocast(device, enabled=False):
         loss: Tensor = ChunkedLoss.apply(hidden, weight.to(hidden.dtype), labels)  # pyright: ignore[reportAssignmentType]
     return loss
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a module is `x Wᵀ` and nothing else."""
+    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    accelerated = "forward" in vars(head)  # accelerate replaces the method of the object
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and type(head.weight) is nn.Parameter
+        and not (hooks or accelerated)
+    )
+
+
+def _recomputed_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+    """The mean loss for any head, which is called once a chunk of tokens, and again in the backward pass."""
+
+    def part(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(_wide(head(hidden)), labels, reduction="sum")
+
+    rows = max(1, LOGITS // getattr(head, "out_features", 1 << 17))
+    chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+    sums = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(sums).sum() / len(hidden)
 
 
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

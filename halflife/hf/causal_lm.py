@@ -1,0 +1,171 @@
+"""A `LanguageModel` as a causal language model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from halflife.hf.cache import HalflifeCache
+from halflife.hf.config import HalflifeConfig
+from halflife.hf.model import HalflifeModel, HalflifePreTrainedModel
+from halflife.models import LanguageModel, checkpoint
+from halflife.models import loss as large
+from halflife.tasks import IGNORED
+
+
+class HalflifeForCausalLM(HalflifePreTrainedModel, GenerationMixin):
+    """A `HalflifeModel` (`.model`) with a head (`.lm_head`).
+
+    Args:
+        config: the configuration.
+        network: a `LanguageModel` whose parts it takes; None builds one.
+    """
+
+    accepts_loss_kwargs = True  # the loss uses num_items_in_batch
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012 (as the base class declares it)
+
+    def __init__(self, config: HalflifeConfig, network: LanguageModel | None = None) -> None:
+        super().__init__(config)
+        network = LanguageModel(config.model_config()) if network is None else network
+        self.model = HalflifeModel(config, network)
+        if network.head is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+            self.lm_head.weight = self.model.embedding.weight
+        else:
+            self.lm_head = network.head
+        setattr(self.lm_head, "_is_hf_initialized", not self.lm_head.weight.is_meta)  # noqa: B010
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> HalflifeForCausalLM:
+        """Wrap `model`; the wrapper shares its parameters."""
+        wrapped = cls(HalflifeConfig(model=model.config, dtype=model.embedding.weight.dtype), model)
+        return wrapped.train(model.training)
+
+    @classmethod
+    def from_halflife(cls, folder: str | Path, device: torch.device | str = "cpu") -> HalflifeForCausalLM:
+        """Load the model that `halflife.models.checkpoint.save` wrote into a folder, in evaluation mode."""
+        return cls.of(checkpoint.load(folder, device)).eval()
+
+    def language_model(self) -> LanguageModel:
+        """Return a `LanguageModel` that shares the parameters, for the other tools of this library."""
+        with torch.device("meta"):
+            model = LanguageModel(self.config.model_config())
+        for name in ("embedding", "embedding_norm", "tpe", "norm"):
+            setattr(model, name, getattr(self.model, name))
+        model.blocks = nn.ModuleList(block.plain() for block in self.model.blocks)  # pyright: ignore
+        model.head = None if self.config.tie_word_embeddings else self.lm_head
+        return model.train(self.training)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HalflifeCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits, and the loss if labels are given.
+
+        With `config.chunked_loss`, a training step computes the loss without all logits at once, and `logits` is None.
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `HalflifeModel`.
+            labels: the ids of the input, `[B, T]`, which this method shifts. −100 is ignored; use it for the first
+                token of each packed sequence. The loss is the mean over the others, or their sum over
+                `num_items_in_batch`.
+            logits_to_keep: number of last positions whose logits are returned (0 means all), or their indices.
+            num_items_in_batch: divisor of the loss, see labels.
+            **kwargs: `shift_labels`, labels that are shifted already; others as in `HalflifeModel`.
+
+        Raises:
+            TypeError: an unknown keyword argument, or past_key_values are not of this kind.
+            ValueError: the inputs do not fit together.
+        """
+        shifted = kwargs.pop("shift_labels", None)
+        out = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
+        hidden, logits, loss = out.last_hidden_state, None, None
+        scored = labels is not None or shifted is not None
+        if scored and self.training and self.config.chunked_loss:
+            loss = self._chunked_loss(hidden, labels, shifted, num_items_in_batch)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, kept])
+            if scored:
+                loss = self.loss_function(
+                    logits=logits, labels=labels, vocab_size=self.config.vocab_size,
+                    num_items_in_batch=num_items_in_batch, shift_labels=shifted,
+                )  # fmt: skip
+        return CausalLMOutputWithPast(
+            loss=loss,  # pyright: ignore[reportArgumentType]
+            logits=logits,  # pyright: ignore[reportArgumentType]
+            past_key_values=out.past_key_values, hidden_states=out.hidden_states,
+        )  # fmt: skip
+
+    def _chunked_loss(
+        self, hidden: Tensor, labels: Tensor | None, shifted: Tensor | None, items: Tensor | int | None
+    ) -> Tensor:
+        """Return what `ForCausalLMLoss` returns."""
+        if self.loss_function is not ForCausalLMLoss:
+            raise ValueError("config.chunked_loss is for the loss of transformers, and this model has another one")
+        if shifted is None:
+            assert labels is not None
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        hidden, target = hidden.flatten(0, 1), shifted.to(hidden.device).flatten()
+        scored = target != IGNORED
+        chosen = hidden[scored]
+        if items is not None and not len(chosen):
+            return chosen.sum()  # a micro-batch without labels adds 0 to the sum over all
+        loss = large.mean_loss(chosen, self.lm_head, target[scored])
+        return loss if items is None else loss * (scored.sum() / items)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the first forward pass makes the cache
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        past = kwargs.get("past_key_values")
+        if past is not None and expand_size > 1 and input_ids is not None and past.batch_size == len(input_ids):
+            past = kwargs["past_key_values"] = past.copy()
+            past.batch_repeat_interleave(expand_size)
+        expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return expand(expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                f"the state has read {kwargs['past_key_values'].seen} tokens, and the input has {input_ids.shape[1]}: "
+                "give the whole sequence, or only new tokens and an attention_mask that also covers the earlier ones"
+            )
+        mask = kwargs.get("attention_mask")
+        if kwargs.get("past_key_values") is None and mask is not None and not mask[:, -1:].all():
+            raise ValueError(
+                "the rows are padded on the right, where generate continues them; pad on the left "
+                "(tokenizer.padding_side = 'left')"
+            )
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs)
