@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,6 +91,21 @@ def test_a_client_gets_texts_streams_stops_and_log_probabilities(client, expecte
     assert "".join(part.choices[0].text for part in ask(client, stream=True)) == expected
     stopped = ask(client, stop=[expected[4:6]]).choices[0]
     assert (stopped.text, stopped.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
+
+
+def test_null_reaches_the_server_as_the_default(client, expected):
+    """Each nullable argument of the client's method is null, one by one and all together."""
+    from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as Parameters
+
+    hints = typing.get_type_hints(Parameters)
+    null = {name: None for name, hint in hints.items() if type(None) in typing.get_args(hint) and name != "prompt"}
+    assert {"best_of", "logit_bias", "suffix", "top_p"} <= null.keys()
+    answered = {"max_tokens": 12, "temperature": 0}
+    for some in ({**null, **answered}, *({**answered, name: None} for name in null.keys() - answered)):
+        assert ask(client, **some).choices[0].text == expected
+    assert ask(client, best_of=1, logit_bias={}, suffix="", top_p=1e-50).choices[0].text == expected
+    assert ask(client, max_tokens=None).usage.completion_tokens == 16
+    assert ask(client, temperature=1, top_p=1e-50, seed=-1).choices[0].text == expected
 
 
 def test_errors_reach_the_client_as_its_own_classes(client):

@@ -294,13 +294,14 @@ def probabilities(
 ) -> Tensor:
     """Return the probability of each token, `[V]`, float32. Temperature applies first, then top_k, then top_p."""
     scaled = logits.float() / temperature
-    if not scaled.isfinite().all():  # a tiny temperature; the greatest logit stays 0
-        scaled = (logits.float() - logits.float().max()) / max(temperature, torch.finfo(torch.float32).tiny)
+    if not scaled.isfinite().all():  # a tiny temperature, or huge logits; the greatest logit stays 0
+        scaled = ((logits.double() - logits.double().max()) / temperature).float()
     if top_k is not None and top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
     p = scaled.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, order = p.sort(descending=True, stable=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before have enough probability
+        beyond[0] = False  # also where `top_p` is 0, or is rounded to it
         p = p.index_fill(0, order[beyond], 0.0)
     return p / p.sum()

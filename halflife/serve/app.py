@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -78,7 +79,7 @@ class Server:
     async def completions(self, body: Completion, request: Request) -> Response:
         """Continue texts."""
         self._check_model(body.model)
-        prompts = [await self._ids(prompt) for prompt in body.prompts()]
+        prompts = [await self._ids(prompt) for prompt in body.prompts(self.tokenizer.eos)]
         self._check_length(prompts)
         settings = body.settings(self._max_tokens(body.max_tokens), body.logprobs)
         form = Form(self.name, self.tokenizer, chat=False, logprobs=body.logprobs is not None)
@@ -112,8 +113,8 @@ class Server:
         if isinstance(text, str):
             return (await run_in_threadpool(self.tokenizer.encode, text)).tolist()
         size = self.engine.model.config.vocab_size
-        if text and max(text) >= size:
-            raise ValueError(f"token ids must lie between 0 and {size - 1}; got {max(text)}")
+        if wrong := [token for token in text if not 0 <= token < size]:
+            raise ValueError(f"token ids must lie between 0 and {size - 1}; got {wrong[0]}")
         return list(text)
 
     def _check_length(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -267,6 +268,19 @@ def build(engine: Engine, name: str, limits: Limits | None = None, api_key: str 
     return Gate(app, server.answers, limits.max_body, api_key)
 
 
+def _fault(errors: Sequence[Any]) -> tuple[str, str]:
+    """Return where the first fault of a request is, and what it is.
+
+    A value of several forms has errors of each form. The true ones are those of the form that fits furthest.
+    """
+    field = errors[0]["loc"][:2]
+    same = [each for each in errors if each["loc"][:2] == field]
+    deepest = max(len(each["loc"]) for each in same)
+    furthest = [each for each in same if len(each["loc"]) == deepest]
+    place = [str(part) for part in furthest[0]["loc"][1:] if not (part == "str" or "[" in str(part))]
+    return ".".join(place), "; or ".join(dict.fromkeys(each["msg"] for each in furthest))
+
+
 def _add_errors(app: FastAPI) -> None:
     """Answer errors in OpenAI's form."""
 
@@ -282,9 +296,8 @@ def _add_errors(app: FastAPI) -> None:
 
     async def invalid(_: Request, reason: Exception) -> Response:
         assert isinstance(reason, RequestValidationError)
-        first = reason.errors()[0]
-        place = ".".join(map(str, first["loc"][1:]))
-        return JSONResponse(error(f"{place or 'the body'}: {first['msg']}", param=place or None), 400)
+        place, message = _fault(reason.errors())
+        return JSONResponse(error(f"{place or 'the body'}: {message}", param=place or None), 400)
 
     app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -107,7 +107,7 @@ class Row:
         self.job, self.choice, self.eos = job, choice, tokenizer.eos
         self.generator = torch.Generator(device)
         seed = job.settings.seed
-        self.generator.seed() if seed is None else self.generator.manual_seed(seed + choice)
+        self.generator.seed() if seed is None else self.generator.manual_seed((seed + choice) % 2**64)
         self.text = TextStream(tokenizer.decode, [*job.before, *job.tokens], job.settings.stop)
         self.tokens: list[int] = []
         self._unreported: list[Written] = []
