@@ -26,7 +26,7 @@ def cases(names, *rows):
     return pytest.mark.parametrize(names, rows)
 
 
-# Native kernels compute in float32 and bfloat16 alone.
+# Native kernels take float32 and narrower numbers alone.
 WIDEST = {"native": torch.float32}
 
 

@@ -17,7 +17,7 @@ build.why_not = build.load = lambda: None
 dispatch.SMALLEST_PASS = 0
 for op in OPS:
     for granularity in GRANULARITIES:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for length, sizes in ((0, (3, 5)), (1, (1, 1)), (70, (7, 80)), (150, (33, 17))):
                 arguments = op_inputs(op, granularity, length, heads=3, key=sizes[0], value=sizes[1])
                 run_op(op, rounded(arguments, dtype), backend="native")
@@ -28,7 +28,7 @@ for op in OPS:
             if granularity != "none":
                 run_op(op, rounded(op_inputs(op, granularity, 70, decay="mixed"), dtype), backend="native")
 for beta in (None, "beta"):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         arguments = rounded(op_inputs("delta_rule", "scalar", 130, heads=3, key=9), dtype)
         state = arguments.pop("initial_state")
         q, k, v, g = (arguments[name].requires_grad_() for name in ("q", "k", "v", "g"))
@@ -36,7 +36,7 @@ for beta in (None, "beta"):
         strength = None if beta is None else arguments["beta"]
         o, _ = ops.gate_rank(q, k, v, g_slow, g, strength, initial_state=(state, state), backend="native")
         o.float().sum().backward()
-for dtype in (torch.float32, torch.bfloat16):
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for name, function in layer.CASES.items():
         for shape in layer.SHAPES:
             if name != "rotate" or shape[-1] % 2 == 0:
@@ -44,7 +44,7 @@ for dtype in (torch.float32, torch.bfloat16):
     for width in (1, 4, 80):
         packed = layer.arguments((1, 204, 3, 50), dtype, width, 5)
         layer.results(partial(layer.conv, cu_seqlens=torch.tensor([0, 70, 70, 71, 73, 204])), packed)
-for dtype in (torch.float32, torch.bfloat16):
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for mode, refresh in (("chunk", "chunk"), ("chunk", "token"), ("prefix", "chunk"), ("masked", "chunk")):
         for length, heads, sizes in ((0, 2, (3, 5)), (1, 2, (1, 1)), (70, 3, (7, 80)), (150, 1, (33, 17))):
             draw = partial(torch.randn, 2, length, heads, generator=torch.Generator().manual_seed(length))

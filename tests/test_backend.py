@@ -125,11 +125,11 @@ def test_on_a_cpu(name, built, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*ON_A_STATE, "gate_rank"])
-def test_native_takes_float32_and_bfloat16(name, monkeypatch):
+def test_native_takes_all_but_float64(name, monkeypatch):
     monkeypatch.setattr(build, "why_not", lambda: None)
-    for dtype, expected in ((torch.float32, "native"), (torch.bfloat16, "native"), (torch.float64, "chunked")):
+    for dtype, expected in ((torch.float32, "native"), (torch.float16, "native"), (torch.float64, "chunked")):
         assert taken(name, "auto", CPU, call_of(name, dtype=dtype)) == expected
-    with pytest.raises(CannotRun, match="in float32 or all in bfloat16; got float64"):
+    with pytest.raises(CannotRun, match="in one of float32, bfloat16 and float16; got float64"):
         backends.choose(name, "native", CPU, call_of(name, dtype=torch.float64))
     mixed = call_of(name).with_tensors(v=torch.zeros(1, 3, 2, 16))
     assert_raises(CannotRun, "got bfloat16, float32", backends.choose, name, "native", CPU, mixed)

@@ -194,7 +194,7 @@ def test_the_backend_chooses_the_implementation(monkeypatch):
     x = torch.randn(3, 4)
     native = fused.swiglu(x, x, "native")
     assert torch.equal(fused.swiglu(x, x), native)
-    with pytest.raises(CannotRun, match="in float32 or all in bfloat16; got bfloat16, float32"):
+    with pytest.raises(CannotRun, match="in one of float32, bfloat16 and float16; got bfloat16, float32"):
         fused.swiglu(x, x.bfloat16(), "native")
     with pytest.raises(ValueError, match="unknown backend of swiglu on cpu 'nativ'"):
         fused.swiglu(x, x, "nativ")

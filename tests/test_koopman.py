@@ -663,7 +663,9 @@ def test_native_steps_are_those_of_python(refresh, dtype):
 
 @needs_native
 def test_native_says_what_it_does_not_take():
-    assert_raises(ValueError, "float32 and bfloat16; got float64", koopman_attention, *inputs(4), backend="native")
+    assert_raises(
+        ValueError, "float32, bfloat16 and float16; got float64", koopman_attention, *inputs(4), backend="native"
+    )
 
 
 def test_native_refuses_options_that_it_does_not_know():

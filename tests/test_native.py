@@ -26,7 +26,7 @@ from halflife.cli import main
 from halflife.ops.backends.native import build
 
 built = pytest.mark.skipif(build.why_not() is not None, reason=f"{build.why_not()}")
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 @contextmanager

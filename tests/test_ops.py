@@ -38,9 +38,6 @@ WORST = {
     "dplr": {torch.float64: 4.5e-15, torch.float32: 1.1e-6, torch.bfloat16: 3.6e-3},
 }
 WORST_WITH_RESETS = 6.3e-13
-# Native kernels round the factors of every product to bfloat16.
-WORST_NATIVE = {"linear_attention": 6.6e-3, "delta_rule": 1.6e-2, "dplr": 9.0e-3}
-WORST_NATIVE_ONE_CHANNEL = 6.6e-2  # of the delta rule, whose transition is then a number near ±1
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 # The others are compared with the float64 token loop.
@@ -63,9 +60,7 @@ def check(op, granularity, length, backend, dtype, chunk_size=64, **options):
     got = run_op(op, arguments, backend=backend, chunk_size=chunk_size)
     assert got["state"].dtype == got["dinitial_state"].dtype == torch.promote_types(dtype, torch.float32)
     assert got["o"].dtype == got["dq"].dtype == dtype
-    worst = WORST_NATIVE[op] if backend == "native" and dtype == torch.bfloat16 else WORST[op][dtype]
-    if backend == "native" and options.get("key") == 1:
-        worst = max(worst, WORST_NATIVE_ONE_CHANNEL if dtype == torch.bfloat16 else 0)
+    worst = WORST[op][dtype]
     if options.get("decay") in (-1000, -torch.inf, "mixed"):
         worst = max(worst, WORST_WITH_RESETS)
     assert_close(got, oracle(op, granularity, length, dtype, tuple(options.items())), 4 * worst)

@@ -16,7 +16,7 @@ from torch import Tensor
 from halflife.ops.backends.native import build
 from halflife.ops.call import Call
 
-DTYPES = {torch.float32, torch.bfloat16}
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MATRICES = ("q", "k", "v", "a", "b")
 _LARGEST = 128  # tokens a chunk
 
@@ -41,7 +41,7 @@ def _why_not(count: int, op: str, device: torch.device, tensors: Any = None) -> 
         for x in matrices:
             if x is not None and (x.dtype != first or first not in DTYPES):
                 found = names({x.dtype for x in matrices if x is not None})
-                return f"native kernels take all matrices in float32 or all in bfloat16; got {found}"
+                return f"native kernels take all matrices in one of float32, bfloat16 and float16; got {found}"
     return build.why_not()
 
 

@@ -29,7 +29,7 @@ def why_not(op: str, device: torch.device, call: KoopmanCall | None = None) -> s
     if call is not None:
         dtypes = {x.dtype for x in (call.q, call.k, call.v)}
         if not dtypes <= DTYPES:
-            return f"native kernels take float32 and bfloat16; got {names(dtypes)}"
+            return f"native kernels take float32, bfloat16 and float16; got {names(dtypes)}"
         if call.normalization in ("paper", "trace"):
             return f"native kernels of {op} do not cover normalization={call.normalization!r}"
         if isinstance(call.mix, Tensor) and call.mix.ndim == 2:

@@ -44,8 +44,8 @@ Work& work_of_thread(Sizes sizes, int64_t wide);
 
 class Chunk {
  public:
-  Chunk(Precision precision, DecayKind kind, Sizes n)
-      : p(precision), sizes(n), decay(make_decay(kind, precision, n.chunk, n.keys)), wide(decay->states() * n.keys),
+  Chunk(Precision tokens, DecayKind kind, Sizes n)
+      : tokens(tokens), sizes(n), decay(make_decay(kind, tokens, n.chunk, n.keys)), wide(decay->states() * n.keys),
         q(n.chunk, n.keys), k(n.chunk, n.keys), v(n.chunk, n.values), entering(wide, n.values), update(wide, n.values) {}
   virtual ~Chunk() = default;
 
@@ -64,7 +64,7 @@ class Chunk {
 
   Work& work() const { return work_of_thread(sizes, wide); }
 
-  Precision p;
+  Precision tokens;           // of products of tokens with tokens, which bfloat16 holds if the tokens are bfloat16
   Sizes sizes;
   std::unique_ptr<Decay> decay;
   int64_t wide;               // K', rows of all states of a head
@@ -82,8 +82,8 @@ inline void add_diagonal(const Mat& dx, const Mat& dy, const Mat& x, const Mat& 
   add_scaled_rows(dy, x, weights.data());
 }
 
-std::unique_ptr<Chunk> make_linear(Precision precision, DecayKind kind, Sizes sizes);
-std::unique_ptr<Chunk> make_delta(Precision precision, DecayKind kind, Sizes sizes);
-std::unique_ptr<Chunk> make_dplr(Precision precision, DecayKind kind, Sizes sizes);
+std::unique_ptr<Chunk> make_linear(Precision tokens, DecayKind kind, Sizes sizes);
+std::unique_ptr<Chunk> make_delta(Precision tokens, DecayKind kind, Sizes sizes);
+std::unique_ptr<Chunk> make_dplr(Precision tokens, DecayKind kind, Sizes sizes);
 
 }  // namespace halflife

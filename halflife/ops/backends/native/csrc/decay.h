@@ -17,7 +17,7 @@ enum class DecayKind { none, scalar, vector, gate };
 // `K'` is the number of rows of all states of a head. The members `…_grad` overwrite the gradient that they get.
 class Decay {
  public:
-  Decay(Precision precision, int64_t chunk, int64_t keys) : precision_(precision), chunk_(chunk), keys_(keys) {}
+  Decay(Precision tokens, int64_t chunk, int64_t keys) : tokens_(tokens), chunk_(chunk), keys_(keys) {}
   virtual ~Decay() = default;
 
   // Log-decays of a chunk, one row a token; rows without a token are 0. Their columns: 1 (scalar), K (vector),
@@ -49,12 +49,12 @@ class Decay {
   virtual void log_grad(const Mat& entering, const Mat& leaving, const Mat& out) = 0;
 
  protected:
-  Precision precision_;
+  Precision tokens_;  // of products of tokens with tokens (see `Chunk`)
   int64_t chunk_, keys_;
   Buffer g_;
 };
 
-std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys);
+std::unique_ptr<Decay> make_decay(DecayKind kind, Precision tokens, int64_t chunk, int64_t keys);
 
 // e^g = kept + change, where `kept` is 1 for a slow decay and else 0 (halflife/ops/slow_decay.py): the state becomes
 // kept · S + (change · S + update), which does not drift.

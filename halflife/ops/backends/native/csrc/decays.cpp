@@ -40,8 +40,8 @@ void log_grad_column(float* reads, const float* writes, float carried, int64_t n
 
 class ScalarDecay final : public Decay {
  public:
-  ScalarDecay(DecayKind kind, Precision p, int64_t chunk, int64_t keys)
-      : Decay(p, chunk, keys), none_(kind == DecayKind::none), matrix_(chunk, chunk), query_(chunk), key_(chunk),
+  ScalarDecay(DecayKind kind, Precision tokens, int64_t chunk, int64_t keys)
+      : Decay(tokens, chunk, keys), none_(kind == DecayKind::none), matrix_(chunk, chunk), query_(chunk), key_(chunk),
         reads_(chunk), writes_(chunk), b_(chunk) {
     g_ = Buffer(chunk, kLane);
     if (none_) weights();
@@ -52,7 +52,7 @@ class ScalarDecay final : public Decay {
   }
 
   void scores(const Mat& out, const Mat& x, const Mat& y) override {
-    lower_of_nt(precision_, out, x, y);
+    lower_of_nt(tokens_, out, x, y);
     mask(out);
   }
   void weight_queries(const Mat& out, const Mat& x) override { scale_rows(out, x, query_.data()); }
@@ -64,8 +64,8 @@ class ScalarDecay final : public Decay {
 
   void scores_grad(const Mat& grad, const Mat& x, const Mat& y, const Mat&, const Mat& dx, const Mat& dy) override {
     mask(grad);
-    lower_times(precision_, dx, grad, y, true);
-    lower_t_times(precision_, dy, grad, x, true);
+    lower_times(kSingle, dx, grad, y, true);
+    lower_t_times(kSingle, dy, grad, x, true);
   }
 
   void begin_log_grad() override {
@@ -125,8 +125,8 @@ class ScalarDecay final : public Decay {
 // i; both exponents are ≤ 0. Inside a tile the products run through the recurrence itself, so no exponent is formed.
 class VectorDecay final : public Decay {
  public:
-  VectorDecay(Precision p, int64_t chunk, int64_t keys)
-      : Decay(p, chunk, keys), tiles_(chunk / kLane), rate_(chunk, keys), since_(chunk, keys), until_(chunk, keys),
+  VectorDecay(Precision tokens, int64_t chunk, int64_t keys)
+      : Decay(tokens, chunk, keys), tiles_(chunk / kLane), rate_(chunk, keys), since_(chunk, keys), until_(chunk, keys),
         query_(chunk, keys), key_(chunk, keys), tile_(tiles_, keys), log_tile_(tiles_, keys), reads_(chunk, keys), writes_(chunk, keys),
         left_(kLane, keys), right_(chunk, keys), turned_(keys, chunk), plain_(keys, kLane),
         kept_(keys), change_(keys) {
@@ -169,7 +169,7 @@ class VectorDecay final : public Decay {
       if (n > 0) {
         if (n > 1) scale_rows(turned_->col_range(0, i - kLane), turned_->col_range(0, i - kLane), tile_->row(n - 1));
         each([](Vec, Vec q, Vec s) { return q * s; }, Mat(left_), x.row_range(i, kLane), since_->row_range(i, kLane));
-        product_nn(precision_, out.row_range(i, kLane).col_range(0, i), left_, turned_->col_range(0, i));
+        product_nn(kSingle, out.row_range(i, kLane).col_range(0, i), left_, turned_->col_range(0, i));
       }
       transpose(plain_, y.row_range(i, kLane));
       diagonal_tile(out.row_range(i, kLane).col_range(i, kLane), x.row_range(i, kLane), rate_->row_range(i, kLane));
@@ -194,7 +194,7 @@ class VectorDecay final : public Decay {
     for (int64_t n = 1; n < tiles_; n++) {
       const int64_t i = n * kLane;
       for (int64_t j = 0; j < i - kLane; j++) times(right_->row(j), tile_->row(n - 1));
-      product_nn(precision_, left_, grad.row_range(i, kLane).col_range(0, i), right_->row_range(0, i));
+      product_nn(kSingle, left_, grad.row_range(i, kLane).col_range(0, i), right_->row_range(0, i));
       each([](Vec o, Vec a, Vec s) { return at::vec::fmadd(a, s, o); }, dx.row_range(i, kLane), Mat(left_),
            since_->row_range(i, kLane));
     }
@@ -205,7 +205,7 @@ class VectorDecay final : public Decay {
       if (n < tiles_ - 1)
         for (int64_t j = 0; j < i; j++) times(right_->row(j), tile_->row(n));
       each([](Vec, Vec q, Vec s) { return q * s; }, Mat(left_), x.row_range(i, kLane), since_->row_range(i, kLane));
-      product_tn(precision_, right_->row_range(0, i), grad.row_range(i, kLane).col_range(0, i), left_, true);
+      product_tn(kSingle, right_->row_range(0, i), grad.row_range(i, kLane).col_range(0, i), left_, true);
     }
     each([](Vec o, Vec a, Vec u) { return at::vec::fmadd(a, u, o); }, dy, Mat(right_), Mat(until_));
     for (int64_t i = 0; i < chunk_; i += kLane)
@@ -356,8 +356,8 @@ class VectorDecay final : public Decay {
 // GateRank's two states: rows [0, K) are the fast one, rows [K, 2K) the slow one.
 class GateDecay final : public Decay {
  public:
-  GateDecay(Precision p, int64_t chunk, int64_t keys)
-      : Decay(p, chunk, keys), matrix_(chunk, chunk), log_scores_(chunk, chunk), query_fast_(chunk), query_slow_(chunk),
+  GateDecay(Precision tokens, int64_t chunk, int64_t keys)
+      : Decay(tokens, chunk, keys), matrix_(chunk, chunk), log_scores_(chunk, chunk), query_fast_(chunk), query_slow_(chunk),
         key_fast_(chunk), key_slow_(chunk), following_(chunk), segment_(chunk), read_fast_(chunk), read_slow_(chunk),
         write_fast_(chunk), write_slow_(chunk), a_(chunk), b_(chunk), wide_a_(chunk), wide_b_(chunk) {
     g_ = Buffer(chunk, kLane);
@@ -407,7 +407,7 @@ class GateDecay final : public Decay {
   }
 
   void scores(const Mat& out, const Mat& x, const Mat& y) override {
-    lower_of_nt(precision_, out, x, y);
+    lower_of_nt(tokens_, out, x, y);
     each([](Vec s, Vec m) { return s * m; }, out, Mat(matrix_));
   }
   void weight_queries(const Mat& out, const Mat& x) override {
@@ -442,8 +442,8 @@ class GateDecay final : public Decay {
                    const Mat& dy) override {
     each([](Vec o, Vec g, Vec s) { return at::vec::fmadd(g, s, o); }, Mat(log_scores_), grad, scores);
     each([](Vec g, Vec m) { return g * m; }, grad, Mat(matrix_));
-    lower_times(precision_, dx, grad, y, true);
-    lower_t_times(precision_, dy, grad, x, true);
+    lower_times(kSingle, dx, grad, y, true);
+    lower_t_times(kSingle, dy, grad, x, true);
   }
 
   void begin_log_grad() override {
@@ -532,10 +532,10 @@ class GateDecay final : public Decay {
 
 }  // namespace
 
-std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys) {
-  if (kind == DecayKind::vector) return std::make_unique<VectorDecay>(precision, chunk, keys);
-  if (kind == DecayKind::gate) return std::make_unique<GateDecay>(precision, chunk, keys);
-  return std::make_unique<ScalarDecay>(kind, precision, chunk, keys);
+std::unique_ptr<Decay> make_decay(DecayKind kind, Precision tokens, int64_t chunk, int64_t keys) {
+  if (kind == DecayKind::vector) return std::make_unique<VectorDecay>(tokens, chunk, keys);
+  if (kind == DecayKind::gate) return std::make_unique<GateDecay>(tokens, chunk, keys);
+  return std::make_unique<ScalarDecay>(kind, tokens, chunk, keys);
 }
 
 }  // namespace halflife

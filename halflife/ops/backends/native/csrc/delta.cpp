@@ -7,12 +7,10 @@
 namespace halflife {
 namespace {
 
-constexpr Precision kSolve = Precision::float32;  // of all that the inverse is multiplied with
-
 class DeltaChunk final : public Chunk {
  public:
-  DeltaChunk(Precision precision, DecayKind kind, Sizes n)
-      : Chunk(precision, kind, n), overlap(n.chunk, n.chunk), inverse(n.chunk, n.chunk), written(n.chunk, n.values),
+  DeltaChunk(Precision tokens, DecayKind kind, Sizes n)
+      : Chunk(tokens, kind, n), overlap(n.chunk, n.chunk), inverse(n.chunk, n.chunk), written(n.chunk, n.values),
         y(n.chunk, wide), keys(n.chunk, wide), minus_beta(n.chunk) {
     beta.resize(n.chunk);
   }
@@ -31,40 +29,40 @@ class DeltaChunk final : public Chunk {
     scale_rows(w.dscores, overlap, beta.data());
     unit_lower_inverse(inverse, w.dscores);
     scale_rows(w.o, v, beta.data());
-    lower_times(kSolve, written, inverse, w.o, false);  // X, to which the walk adds Y S
+    lower_times(kSingle, written, inverse, w.o, false);  // X, to which the walk adds Y S
     decay->weight_queries(w.weighted, k);
     for (size_t i = 0; i < beta.size(); i++) minus_beta[i] = -beta[i];
     scale_rows(w.weighted, w.weighted, minus_beta.data());
-    lower_times(kSolve, y, inverse, w.weighted, false);
+    lower_times(kSingle, y, inverse, w.weighted, false);
     decay->weight_keys(keys, k);
   }
   void walk(const Mat& state, int64_t first, int64_t count) override {
     const Mat s = state.col_range(first, count), u = written->col_range(first, count);
     copy(entering->col_range(first, count), s);
-    product_nn(p, u, y, s, true);
-    product_tn(p, update->col_range(first, count), keys, u);
+    product_nn(kSingle, u, y, s, true);
+    product_tn(kSingle, update->col_range(first, count), keys, u);
     decay->carry(s, update->col_range(first, count));
   }
   void finish() override {
     Work& w = work();
     decay->weight_queries(w.weighted, q);
-    product_nn(p, w.o, w.weighted, entering);
+    product_nn(kSingle, w.o, w.weighted, entering);
     decay->scores(w.scores, q, k);
-    lower_times(p, w.o, w.scores, written, true);
+    lower_times(kSingle, w.o, w.scores, written, true);
   }
 
   void prepare_back() override {
     Work& w = work();
     decay->scores(scores, q, k);
-    lower_t_times(p, dwritten, scores, dout, false);
+    lower_t_times(kSingle, dwritten, scores, dout, false);
     decay->weight_queries(w.weighted, q);
-    product_tn(p, update, w.weighted, dout);
+    product_tn(kSingle, update, w.weighted, dout);
   }
   void walk_back(const Mat& dstate, int64_t first, int64_t count) override {
     const Mat ds = dstate.col_range(first, count), du = dwritten->col_range(first, count);
     copy(leaving->col_range(first, count), ds);
-    product_nn(p, du, keys, ds, true);
-    product_tn(p, update->col_range(first, count), y, du, true);
+    product_nn(kSingle, du, keys, ds, true);
+    product_tn(kSingle, update->col_range(first, count), y, du, true);
     decay->carry_back(ds, update->col_range(first, count));
   }
   void finish_back() override {
@@ -73,21 +71,21 @@ class DeltaChunk final : public Chunk {
     fill(w.dq, 0.f);
     fill(w.dk, 0.f);
     // o = scores(q, k) U + (e^b q) S
-    lower_of_nt(p, w.dscores, dout, written);
+    lower_of_nt(kSingle, w.dscores, dout, written);
     split_diagonal(w.dscores, w.diagonal.data());
     decay->scores_grad(w.dscores, q, k, scores, w.dq, w.dk);
-    product_nt(p, w.dwide, dout, entering);
+    product_nt(kSingle, w.dwide, dout, entering);
     decay->weight_queries_grad(w.dwide);
     decay->add_states(w.dq, w.dwide);
     decay->add_read(q, w.dwide);
     decay->add_query(q, w.dq);
     // (I + L) U = β (V − (e^b k) S): its adjoint r gives all other gradients
     const Mat r = w.dv, drow = w.weighted->col_range(0, sizes.keys);
-    lower_t_times(kSolve, r, inverse, dwritten, false);
-    product_nt(p, w.dwide, r, entering);
+    lower_t_times(kSingle, r, inverse, dwritten, false);
+    product_nt(kSingle, w.dwide, r, entering);
     decay->weight_queries_grad(w.dwide);
     each([](Vec d) { return d.neg(); }, Mat(w.dwide));
-    lower_of_nt(p, w.dscores, r, written);
+    lower_of_nt(kSingle, w.dscores, r, written);
     each([](Vec d) { return d.neg(); }, Mat(w.dscores));
     lower(w.dscores, true);
     fill(drow, 0.f);
@@ -105,7 +103,7 @@ class DeltaChunk final : public Chunk {
     add_diagonal(w.dq, w.dk, q, k, w.diagonal);
     scale_rows(r, r, beta.data());  // the gradient of v
     // the outgoing state
-    product_nt(p, w.dwide, written, leaving);
+    product_nt(kSingle, w.dwide, written, leaving);
     decay->weight_keys_grad(w.dwide);
     decay->add_write(k, w.dwide);
     decay->add_states(w.dk, w.dwide);
@@ -120,8 +118,8 @@ class DeltaChunk final : public Chunk {
 
 }  // namespace
 
-std::unique_ptr<Chunk> make_delta(Precision precision, DecayKind kind, Sizes sizes) {
-  return std::make_unique<DeltaChunk>(precision, kind, sizes);
+std::unique_ptr<Chunk> make_delta(Precision tokens, DecayKind kind, Sizes sizes) {
+  return std::make_unique<DeltaChunk>(tokens, kind, sizes);
 }
 
 }  // namespace halflife

@@ -9,12 +9,10 @@
 namespace halflife {
 namespace {
 
-constexpr Precision kSolve = Precision::float32;  // of all that the inverse is multiplied with
-
 class DPLRChunk final : public Chunk {
  public:
-  DPLRChunk(Precision precision, DecayKind kind, Sizes n)
-      : Chunk(precision, kind, n), above(n.chunk, n.keys), inverse(n.chunk, n.chunk), from_keys(n.chunk, n.chunk),
+  DPLRChunk(Precision tokens, DecayKind kind, Sizes n)
+      : Chunk(tokens, kind, n), above(n.chunk, n.keys), inverse(n.chunk, n.chunk), from_keys(n.chunk, n.chunk),
         corrected(n.chunk, n.values), y(n.chunk, n.keys), keys(n.chunk, n.keys) {
     a = Buffer(n.chunk, n.keys);
     b = Buffer(n.chunk, n.keys);
@@ -38,47 +36,47 @@ class DPLRChunk final : public Chunk {
     unit_lower_inverse(inverse, w.scores);
     decay->scores(from_keys, above, k);
     later(from_keys, from_keys);
-    lower_times(p, w.o, from_keys, v, false);
-    lower_times(kSolve, corrected, inverse, w.o, false);  // X, to which the walk adds Y S
+    lower_times(kSingle, w.o, from_keys, v, false);
+    lower_times(kSingle, corrected, inverse, w.o, false);  // X, to which the walk adds Y S
     // e^{c_{i−1}} a_i: the first token of the chunk reads the entering state without decay
     decay->weight_queries(w.weighted, above);
     later(w.weighted, w.weighted);
     copy(w.weighted->row_range(0, 1), a->row_range(0, 1));
-    lower_times(kSolve, y, inverse, w.weighted, false);
+    lower_times(kSingle, y, inverse, w.weighted, false);
     decay->weight_keys(keys, b);
     decay->weight_keys(w.weighted, k);
-    product_tn(p, update, w.weighted, v);
+    product_tn(kSingle, update, w.weighted, v);
   }
   void walk(const Mat& state, int64_t first, int64_t count) override {
     const Mat s = state.col_range(first, count), u = corrected->col_range(first, count);
     copy(entering->col_range(first, count), s);
-    product_nn(p, u, y, s, true);
-    product_tn(p, update->col_range(first, count), keys, u, true);
+    product_nn(kSingle, u, y, s, true);
+    product_tn(kSingle, update->col_range(first, count), keys, u, true);
     decay->carry(s, update->col_range(first, count));
   }
   void finish() override {
     Work& w = work();
     decay->weight_queries(w.weighted, q);
-    product_nn(p, w.o, w.weighted, entering);
+    product_nn(kSingle, w.o, w.weighted, entering);
     decay->scores(w.scores, q, k);
-    lower_times(p, w.o, w.scores, v, true);
+    lower_times(kSingle, w.o, w.scores, v, true);
     decay->scores(w.scores, q, b);
-    lower_times(p, w.o, w.scores, corrected, true);
+    lower_times(kSingle, w.o, w.scores, corrected, true);
   }
 
   void prepare_back() override {
     Work& w = work();
     decay->scores(scores_k, q, k);
     decay->scores(scores_b, q, b);
-    lower_t_times(p, dcorrected, scores_b, dout, false);
+    lower_t_times(kSingle, dcorrected, scores_b, dout, false);
     decay->weight_queries(w.weighted, q);
-    product_tn(p, update, w.weighted, dout);
+    product_tn(kSingle, update, w.weighted, dout);
   }
   void walk_back(const Mat& dstate, int64_t first, int64_t count) override {
     const Mat ds = dstate.col_range(first, count), du = dcorrected->col_range(first, count);
     copy(leaving->col_range(first, count), ds);
-    product_nn(p, du, keys, ds, true);
-    product_tn(p, update->col_range(first, count), y, du, true);
+    product_nn(kSingle, du, keys, ds, true);
+    product_tn(kSingle, update->col_range(first, count), y, du, true);
     decay->carry_back(ds, update->col_range(first, count));
   }
   void finish_back() override {
@@ -90,20 +88,20 @@ class DPLRChunk final : public Chunk {
     decay->begin_log_grad();
     for (auto* m : {&w.dq, &w.dk, &w.db}) fill(*m, 0.f);
     // o = scores(q, k) V + scores(q, b) U + (e^c q) S
-    lower_of_nt(p, w.dscores, dout, v);
+    lower_of_nt(tokens, w.dscores, dout, v);
     split_diagonal(w.dscores, diagonals[0].data());
     decay->scores_grad(w.dscores, q, k, scores_k, w.dq, w.dk);
-    lower_of_nt(p, w.dscores, dout, corrected);
+    lower_of_nt(kSingle, w.dscores, dout, corrected);
     split_diagonal(w.dscores, diagonals[1].data());
     decay->scores_grad(w.dscores, q, b, scores_b, w.dq, w.db);
-    product_nt(p, w.dwide, dout, entering);
+    product_nt(kSingle, w.dwide, dout, entering);
     decay->weight_queries_grad(w.dwide);
     add(w.dq, w.dwide);
     decay->add_query(q, w.dq);
     // (I − L_b) U = L_k V + (e^c a) S, where a stands one row earlier; r is the adjoint of its right-hand side
     const Mat r = w.o;
-    lower_t_times(kSolve, r, inverse, dcorrected, false);
-    product_nt(p, w.dwide, r, entering);
+    lower_t_times(kSingle, r, inverse, dcorrected, false);
+    product_nt(kSingle, w.dwide, r, entering);
     earlier(w.da, w.dwide);
     decay->weight_queries_grad(w.da);
     copy(w.weighted->row_range(0, 1), w.dwide->row_range(0, 1));  // the gradient of the first token's a
@@ -121,10 +119,10 @@ class DPLRChunk final : public Chunk {
     add_diagonal(w.da, w.db, above, b, diagonals[3]);
     later(w.da, w.da);
     copy(w.da->row_range(0, 1), w.weighted->row_range(0, 1));
-    lower_t_times(p, w.dv, scores_k, dout, false);
+    lower_t_times(kSingle, w.dv, scores_k, dout, false);
     decay->weight_keys(w.weighted, k);
-    product_nn(p, w.dv, w.weighted, leaving, true);
-    lower_t_times(p, w.dv, from_keys, r, true);
+    product_nn(kSingle, w.dv, w.weighted, leaving, true);
+    lower_t_times(kSingle, w.dv, from_keys, r, true);
     decay->log_grad(entering, leaving, w.dg);
   }
 
@@ -132,7 +130,7 @@ class DPLRChunk final : public Chunk {
   // From L_y: adds to da and dy all but the diagonal of scores(above, y), which it returns.
   void system_grad(const Mat& values, const Mat& y, const Mat& dy, float* diagonal) {
     Work& w = work();
-    lower_of_nt(p, w.dscores, w.o, values);
+    lower_of_nt(kSingle, w.dscores, w.o, values);
     earlier(w.dscores, w.dscores);
     lower(w.dscores, false);
     split_diagonal(w.dscores, diagonal);
@@ -140,7 +138,7 @@ class DPLRChunk final : public Chunk {
   }
   void write_grad(const Mat& values, const Mat& y, const Mat& dy) {
     Work& w = work();
-    product_nt(p, w.dwide, values, leaving);
+    product_nt(kSingle, w.dwide, values, leaving);
     decay->weight_keys_grad(w.dwide);
     decay->add_write(y, w.dwide);
     add(dy, w.dwide);
@@ -153,8 +151,8 @@ class DPLRChunk final : public Chunk {
 
 }  // namespace
 
-std::unique_ptr<Chunk> make_dplr(Precision precision, DecayKind kind, Sizes sizes) {
-  return std::make_unique<DPLRChunk>(precision, kind, sizes);
+std::unique_ptr<Chunk> make_dplr(Precision tokens, DecayKind kind, Sizes sizes) {
+  return std::make_unique<DPLRChunk>(tokens, kind, sizes);
 }
 
 }  // namespace halflife

@@ -18,6 +18,12 @@ std::vector<int64_t> integers(const Tensor& x) {
   return {dense.data_ptr<int64_t>(), dense.data_ptr<int64_t>() + dense.numel()};
 }
 
+// Whether bfloat16 holds every number of x, a dense tensor of float32.
+bool fits_bfloat16(const Tensor& x) {
+  const auto* bits = reinterpret_cast<const uint32_t*>(x.data_ptr<float>());
+  return std::all_of(bits, bits + x.numel(), [](uint32_t number) { return (number & 0xffff) == 0; });
+}
+
 }  // namespace
 
 Call make_call(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList memory, const Tensor& pending,
@@ -45,7 +51,10 @@ Call make_call(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList
   c.sizes.width = round_up(v.size(3));
   c.sizes.rows = std::max(kLane, round_up(longest));
   c.sizes.power = power;
-  const bool half = k.scalar_type() == at::kBFloat16 && v.scalar_type() == at::kBFloat16;
+  // Tokens in a state are float32, and were written as bfloat16 if the same call wrote them.
+  const bool half = k.scalar_type() == at::kBFloat16 && v.scalar_type() == at::kBFloat16 &&
+                    fits_bfloat16(c.memory.last) && fits_bfloat16(c.memory.pending_keys) &&
+                    fits_bfloat16(c.memory.pending_values);
   c.sizes.tokens = half ? Precision::bfloat16 : Precision::float32;
   return c;
 }

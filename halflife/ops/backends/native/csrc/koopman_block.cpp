@@ -9,9 +9,6 @@
 namespace halflife {
 namespace {
 
-// Solves and reads lose too much in bfloat16: G̃⁻¹ q is large where there are no keys, and C is 0 only up to rounding.
-constexpr Precision kSingle = Precision::float32;
-
 bool finite(const Mat& m) {
   for (int64_t i = 0; i < m.rows; i++)
     for (int64_t j = 0; j < m.cols; j++)

@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "entries.h"
 #include "koopman.h"
 
 namespace halflife::koopman {
@@ -14,39 +15,21 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr int64_t kBorder = 8;       // blocks from one saved state to the next
 constexpr int64_t kTokenBlock = 64;  // tokens of a block where the call has no chunks
 
-inline void copy_row(float* out, const float* in, int64_t width) {
-  if (width % kLane) {
-    std::memcpy(out, in, width * sizeof(float));
-    return;
-  }
-  for (int64_t j = 0; j < width; j += Vec::size()) Vec::loadu(in + j).store(out + j);
-}
-
 // Rows of one sequence and head of a tensor [B, T, H, D] with any strides but a dense last axis.
 struct Rows {
   char* data = nullptr;
-  bool half = false;  // bfloat16
+  at::ScalarType type = at::kFloat;
   int64_t step = 0, width = 0;
 
   Rows() = default;
   Rows(const Tensor& x, int64_t batch, int64_t head, int64_t first = 0) {
-    half = x.scalar_type() == at::kBFloat16;
+    type = x.scalar_type();
     step = x.stride(1) * x.element_size();
     width = x.size(3);
     data = static_cast<char*>(x.data_ptr()) + (batch * x.stride(0) + head * x.stride(2)) * x.element_size() + first * step;
   }
-  void load(float* row, int64_t token) const {
-    if (half)
-      at::vec::convert(reinterpret_cast<const at::BFloat16*>(data + token * step), row, width);
-    else
-      copy_row(row, reinterpret_cast<const float*>(data + token * step), width);
-  }
-  void store(const float* row, int64_t token) const {
-    if (half)
-      at::vec::convert(row, reinterpret_cast<at::BFloat16*>(data + token * step), width);
-    else
-      copy_row(reinterpret_cast<float*>(data + token * step), row, width);
-  }
+  void load(float* row, int64_t token) const { load_row(type, data + token * step, row, width); }
+  void store(const float* row, int64_t token) const { store_row(type, row, data + token * step, width); }
 };
 
 // The tokens of one sequence and head: those that wait in the state, and then those of the call.

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "cholesky.h"
+#include "entries.h"
 #include "koopman.h"
 #include "product.h"
 
@@ -49,18 +50,12 @@ struct Part {
 // The entry of one token: tensors [N, 1, H, D].
 void load_row(float* out, const Tensor& x, int64_t n, int64_t head) {
   const int64_t offset = n * x.stride(0) + head * x.stride(2);
-  if (x.scalar_type() == at::kBFloat16)
-    at::vec::convert(x.data_ptr<at::BFloat16>() + offset, out, x.size(3));
-  else
-    std::copy_n(x.data_ptr<float>() + offset, x.size(3), out);
+  halflife::load_row(x.scalar_type(), static_cast<const char*>(x.data_ptr()) + offset * x.element_size(), out, x.size(3));
 }
 
 void store_row(const float* in, const Tensor& x, int64_t n, int64_t head) {
   const int64_t offset = n * x.stride(0) + head * x.stride(2);
-  if (x.scalar_type() == at::kBFloat16)
-    at::vec::convert(in, x.data_ptr<at::BFloat16>() + offset, x.size(3));
-  else
-    std::copy_n(in, x.size(3), x.data_ptr<float>() + offset);
+  halflife::store_row(x.scalar_type(), in, static_cast<char*>(x.data_ptr()) + offset * x.element_size(), x.size(3));
 }
 
 struct Operators {

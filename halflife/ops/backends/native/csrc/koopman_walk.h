@@ -147,7 +147,7 @@ class Walk {
       keys.load_one(before.row(0), first - 1);
     else
       std::copy_n(c.memory.last_of(seq, head), keys.call.width, before.row(0));
-    for (int64_t i = 1; i < n.rows; i++) copy_row(before.row(i), z.row(i - 1), n.rank);
+    copy(before.row_range(1, n.rows - 1), z.row_range(0, n.rows - 1));
   }
 
   // Rows of tokens of the call; rows of waiting tokens are 0.

@@ -1,6 +1,7 @@
 // Matrix products of a chunk: by oneDNN's micro-kernels where this CPU has them, else by the loop in product.cpp.
 //
-// In bfloat16 both factors are rounded to it, and sums are float32. An entry of a result depends on its row and column
+// In bfloat16 both factors are rounded to it, and sums are float32, so only products of factors that are bfloat16 already
+// are done so (`kSingle` stands at all others). An entry of a result depends on its row and column
 // alone, not on how a matrix is cut, so that the number of threads changes no bit.
 #pragma once
 #include "matrix.h"
@@ -8,6 +9,7 @@
 namespace halflife {
 
 enum class Precision { float32, bfloat16 };
+constexpr Precision kSingle = Precision::float32;
 
 // Whether oneDNN's micro-kernels multiply this type here; else the portable loop does.
 bool has_micro_kernels(Precision precision);

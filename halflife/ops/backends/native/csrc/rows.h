@@ -1,41 +1,12 @@
-// Passes over the rows of tensors: entries are float32 or bfloat16 in memory and float32 in registers.
+// Passes over the rows of tensors: entries are float32 or narrower in memory and float32 in registers.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include "decay.h"
+#include "entries.h"
 
 namespace halflife {
-
-constexpr int64_t kWidth = Vec::size();
-
-// The number of entries of a row of `size` that the vector at j holds.
-inline int64_t lanes(int64_t j, int64_t size) { return std::min(kWidth, size - j); }
-
-// Read n entries; the others are 0.
-inline Vec read(const float* p, int64_t n) { return n == kWidth ? Vec::loadu(p) : Vec::loadu(p, n); }
-inline Vec read(const at::BFloat16* p, int64_t n) {
-  at::BFloat16 part[kWidth];
-  if (n < kWidth) {
-    std::fill_n(part, kWidth, at::BFloat16(0.f));
-    std::copy_n(p, n, part);
-    p = part;
-  }
-  Vec out;
-  at::vec::load_fp32_from_bf16(p, out);
-  return out;
-}
-
-// Write the first n entries.
-inline void write(float* p, Vec x, int64_t n) {
-  if (n == kWidth)
-    x.store(p);
-  else
-    x.store(p, static_cast<int>(n));
-}
-inline void write(at::BFloat16* p, Vec x, int64_t n) {
-  at::vec::convert_float_bfloat16(x, x).store(p, static_cast<int>(n));
-}
 
 // 1 / x for x in [1, 2], with an error of about one unit in the last place.
 inline Vec reciprocal(Vec x) {
@@ -78,14 +49,6 @@ struct Rows2 {
   explicit operator bool() const { return data != nullptr; }
   T* row(int64_t i) const { return data + i * step; }
 };
-
-// Call f with a float or a bfloat16, the type of the entries of x.
-template <class F>
-inline auto by_type(const at::Tensor& x, F f) {
-  if (x.scalar_type() == at::kBFloat16) return f(at::BFloat16());
-  TORCH_CHECK(x.scalar_type() == at::kFloat, "native kernels take float32 and bfloat16; got ", x.scalar_type());
-  return f(float());
-}
 
 // Rows that one thread does at a time. Sums over rows are made of the sums of these blocks, in their order, so that the
 // number of threads changes no bit.

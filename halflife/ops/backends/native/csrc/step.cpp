@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "decay.h"
+#include "entries.h"
 
 namespace halflife {
 namespace {
@@ -19,10 +20,7 @@ using OptionalTensor = std::optional<Tensor>;
 std::vector<float> row(const Tensor& x, int64_t n, int64_t head) {
   const int64_t width = x.dim() == 4 ? x.size(3) : 1, offset = n * x.stride(0) + head * x.stride(2);
   std::vector<float> out(width);
-  if (x.scalar_type() == at::kBFloat16)
-    at::vec::convert(static_cast<const at::BFloat16*>(x.data_ptr()) + offset, out.data(), width);
-  else
-    std::copy_n(static_cast<const float*>(x.data_ptr()) + offset, width, out.data());
+  load_row(x.scalar_type(), static_cast<const char*>(x.data_ptr()) + offset * x.element_size(), out.data(), width);
   return out;
 }
 
@@ -115,7 +113,6 @@ std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, Op
   Tensor o = at::empty(v.sizes(), v.options()), next = at::empty_like(state);
   const float* before = state.data_ptr<float>();
   float* after = next.data_ptr<float>();
-  const bool half = v.scalar_type() == at::kBFloat16;
   at::parallel_for(0, sequences * heads, std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(size * states, 1)),
                    [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
@@ -144,10 +141,7 @@ std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, Op
       }
       add_slower(now, t.q, size, states, out);
       for (float& x : out) x *= static_cast<float>(scale);
-      if (half)
-        at::vec::convert(out.data(), o.data_ptr<at::BFloat16>() + i * values, values);
-      else
-        std::copy_n(out.data(), values, o.data_ptr<float>() + i * values);
+      store_row(o.scalar_type(), out.data(), static_cast<char*>(o.data_ptr()) + i * values * o.element_size(), values);
     }
   });
   return {o, next};

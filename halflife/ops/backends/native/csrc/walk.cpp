@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "chunk.h"
+#include "entries.h"
 
 namespace halflife {
 namespace {
@@ -20,50 +21,31 @@ constexpr float kFloor = -110.f;  // below it a log-decay has the gradient 0
 // Tokens of one sequence and head of a tensor [B, T, H, D] (or [B, T, H]) with any strides but a dense last axis.
 struct Rows {
   char* data = nullptr;
-  bool half = false;  // bfloat16
-  int64_t step = 0, width = 0;
+  at::ScalarType type = at::kFloat;
+  int64_t step = 0, width = 0;  // bytes from token to token, and entries
 
   Rows() = default;
   Rows(const Tensor& x, int64_t batch, int64_t head) {
-    half = x.scalar_type() == at::kBFloat16;
-    step = x.stride(1);
+    type = x.scalar_type();
+    step = x.stride(1) * x.element_size();
     width = x.dim() == 4 ? x.size(3) : 1;
     data = static_cast<char*>(x.data_ptr()) + (batch * x.stride(0) + head * x.stride(2)) * x.element_size();
   }
-  template <class T>
-  T* at(int64_t token) const {
-    return reinterpret_cast<T*>(data) + token * step;
-  }
+  char* at(int64_t token) const { return data + token * step; }
+  float& number(int64_t token) const { return *reinterpret_cast<float*>(at(token)); }  // of float32 [B, T, H]
 
   // Rows of `out` from tokens, times `factor`; rows without a token become 0.
   void load(const Mat& out, int64_t first, int64_t count, int64_t column = 0, float factor = 1.f) const {
     for (int64_t i = 0; i < count; i++) {
       float* row = out.row(i) + column;
-      if (half)
-        at::vec::convert(at<at::BFloat16>(first + i), row, width);
-      else
-        copy_row(row, at<float>(first + i));
+      load_row(type, at(first + i), row, width);
       if (factor != 1.f)
         for (int64_t j = 0; j < width; j++) row[j] *= factor;
     }
     for (int64_t i = count; i < out.rows; i++) std::fill_n(out.row(i) + column, width, 0.f);
   }
   void store(const Mat& in, int64_t first, int64_t count, int64_t column = 0) const {
-    for (int64_t i = 0; i < count; i++) {
-      const float* row = in.row(i) + column;
-      if (half)
-        at::vec::convert(row, at<at::BFloat16>(first + i), width);
-      else
-        copy_row(at<float>(first + i), row);
-    }
-  }
-
- private:
-  void copy_row(float* to, const float* from) const {
-    int64_t j = 0;
-    for (; j + kLane <= width; j += kLane)
-      for (int64_t l = j; l < j + kLane; l += Vec::size()) Vec::loadu(from + l).store(to + l);
-    for (; j < width; j++) to[j] = from[j];
+    for (int64_t i = 0; i < count; i++) store_row(type, in.row(i) + column, at(first + i), width);
   }
 };
 
@@ -99,7 +81,7 @@ struct Call {
   OptionalTensor g, beta, a, b, g_slow;
   double scale;
   std::vector<int64_t> bounds;  // of packed sequences; empty for a batch of equal lengths
-  Precision precision;
+  Precision tokens;
   DecayKind kind;
   Sizes sizes;
   int64_t states, sequences, heads;
@@ -135,7 +117,10 @@ Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, O
     longest = 0;
     for (size_t n = 0; n + 1 < c.bounds.size(); n++) longest = std::max(longest, c.bounds[n + 1] - c.bounds[n]);
   }
-  c.precision = c.q.scalar_type() == at::kBFloat16 ? Precision::bfloat16 : Precision::float32;
+  // The queries carry the scale, and stay bfloat16 if it is a power of two.
+  int exponent;
+  const bool exact = c.q.scalar_type() == at::kBFloat16 && std::abs(std::frexp(scale, &exponent)) == 0.5;
+  c.tokens = exact ? Precision::bfloat16 : Precision::float32;
   c.kind = c.g_slow ? DecayKind::gate
            : !c.g   ? DecayKind::none
            : c.g->dim() == 4 ? DecayKind::vector : DecayKind::scalar;
@@ -160,7 +145,7 @@ namespace {
 
 std::unique_ptr<Chunk> make_chunk(const Call& c, bool grads) {
   const bool dplr = c.a.has_value(), delta = c.beta.has_value();
-  auto chunk = (dplr ? make_dplr : delta ? make_delta : make_linear)(c.precision, c.kind, c.sizes);
+  auto chunk = (dplr ? make_dplr : delta ? make_delta : make_linear)(c.tokens, c.kind, c.sizes);
   if (grads) chunk->make_grads();
   return chunk;
 }
@@ -169,7 +154,7 @@ std::unique_ptr<Chunk> make_chunk(const Call& c, bool grads) {
 
 void load_vector(std::vector<float>& out, const Tensor& x, int64_t batch, int64_t head, int64_t first, int64_t count) {
   const Rows rows(x, batch, head);
-  for (size_t i = 0; i < out.size(); i++) out[i] = static_cast<int64_t>(i) < count ? *rows.at<float>(first + i) : 0.f;
+  for (size_t i = 0; i < out.size(); i++) out[i] = static_cast<int64_t>(i) < count ? rows.number(first + i) : 0.f;
 }
 
 // Load the inputs of chunk `index` of sequence n.
@@ -268,7 +253,7 @@ class Walk {
   void run(int64_t count, F f) const {
     at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) f(i);
-      release(c.precision);
+      release(c.tokens);
     });
   }
   // The columns of the states in fixed pieces, so that the cut does not depend on the number of threads.
@@ -279,7 +264,7 @@ class Walk {
     if (at::in_parallel_region() || at::get_num_threads() == 1) return f(0, values);
     at::parallel_for(0, (values + kPiece - 1) / kPiece, 1, [&](int64_t first, int64_t last) {
       f(first * kPiece, std::min(last * kPiece, values) - first * kPiece);
-      release(c.precision);
+      release(c.tokens);
     });
   }
   void walk(const Mat& state, int64_t count) {
@@ -308,7 +293,7 @@ class Walk {
     }
     if (c.beta) {
       const Rows out(grads[4], batch, head);
-      for (int64_t i = 0; i < count; i++) *out.at<float>(first + i) = w.dbeta[i];
+      for (int64_t i = 0; i < count; i++) out.number(first + i) = w.dbeta[i];
     }
     if (c.a) {
       Rows(grads[5], batch, head).store(w.da, first, count);
@@ -340,7 +325,7 @@ void each_head(const Call& c, bool grads, F f) {
     at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
       Walk walk(c, grads ? kBorder : 1, grads);
       heads(walk, first, last);
-      release(c.precision);
+      release(c.tokens);
     });
   } else if (tasks > 0) {
     Walk walk(c, kBorder, grads);
