@@ -12,6 +12,7 @@ from halflife.ops.fused import l2_normalize
 from halflife.ops.ridge_attention import conjugate_gradients
 
 EXACT = 4 * 2.2e-14  # four times the worst measured error, relative to the largest entry
+WORST_OF_THEIRS = 1.3e-4
 NAMES = ("q", "k", "v", "g", "beta", "ridge")
 
 
@@ -40,6 +41,27 @@ def test_the_definition_is_that_of_another_implementation():
     expected = naive(**inputs, lamb=lamb)  # in float32
     for found, right in zip((y, *state), expected, strict=True):
         assert_close(found.float(), right, 4 * 5e-7)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_few_steps_are_those_of_the_authors(iterations):
+    """They start at q / (diag G + λ), for tokens one by one as in a full pass."""
+    step = pytest.importorskip("fla.ops.mesa_net.naive").naive_mesa_net_decoding_one_step
+    inputs = {name: x.detach() for name, x in arguments(20).items()}
+    inputs["v"] = torch.cat([inputs["v"], inputs["v"][..., :1]], -1)  # the other one needs V = K
+    options = {"iterations": iterations, "tolerance": 0.0, "output_final_state": True}
+    whole, _ = ridge_attention(**inputs, **options, chunk_size=8)
+    sums, state = (torch.zeros(2, 2, 5, 5), torch.zeros(2, 2, 5, 5)), None
+    for t in range(20):
+        token = part(inputs, slice(t, t + 1))
+        y, state = ridge_attention(**token, **options, initial_state=state)
+        assert_close(y, whole[:, t : t + 1], EXACT)
+        token = {name: x if name == "ridge" else x[:, 0] for name, x in token.items()}
+        lamb = token.pop("ridge")
+        expected, *sums = step(
+            **token, lamb=lamb, prev_h_kk=sums[0], prev_h_kv=sums[1], max_CG_iteration=iterations
+        )  # in float32, with 1e-5 added to denominators
+        assert_close(y[:, 0].float(), expected, 4 * WORST_OF_THEIRS)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 13])
@@ -78,7 +100,7 @@ def test_a_tolerance_ends_the_iteration_of_each_vector():
         calls.append(x)
         return x @ matrix
 
-    x = conjugate_gradients(product, b, iterations=30, tolerance=3e-2)
+    x = conjugate_gradients(product, matrix.diagonal() + torch.rand(8), b, iterations=30, tolerance=3e-2)
     assert len(calls) < 8
     assert x[1].count_nonzero() == 0
     assert ((x @ matrix - b).norm(dim=-1) <= 3e-2 * b.norm(dim=-1)).all()

@@ -19,15 +19,17 @@ def check_solver(iterations: int, tolerance: float) -> None:
         raise ValueError(f"need iterations ≥ 1 and tolerance ≥ 0; got {iterations} and {tolerance}")
 
 
-def conjugate_gradients(product: Product, b: Tensor, *, iterations: int, tolerance: float) -> Tensor:
+def conjugate_gradients(product: Product, diagonal: Tensor, b: Tensor, *, iterations: int, tolerance: float) -> Tensor:
     """Solve `A x = b` for symmetric positive matrices, one for each vector `[…, K]`; `product` applies all of them.
 
-    A vector whose residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all,
-    but not in graphs, which cannot branch on values.
+    The iteration starts at `b / diagonal`, the solution if A had no other entries than its diagonal. A vector whose
+    residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all, but not in
+    graphs, which cannot branch on values.
     """
-    x, residual = torch.zeros_like(b), b
-    direction, square = residual, b.square().sum(-1, keepdim=True)
-    enough = (tolerance**2 * square).clamp(min=TINY)
+    x = b / diagonal
+    residual = b - product(x)
+    direction, square = residual, residual.square().sum(-1, keepdim=True)
+    enough = (tolerance**2 * b.square().sum(-1, keepdim=True)).clamp(min=TINY)
     for _ in range(iterations):
         open_ = square > enough
         if not is_traced(b) and not open_.any():

@@ -5,11 +5,12 @@
 The token's own pair is in both sums, and the ridge Λ = diag(λ) does not decay. Both sums are states of
 `linear_attention`: a product with all G_t is `linear_attention(x, k, β k, g)`. Conjugate gradients need such products
 alone, so the systems of all tokens are solved together, without one matrix per token. The derivative of a solution is
-another solution with the same matrix.
+another solution with the same matrix. Every iteration starts at `q_t / (diag G_t + λ)`, as the authors' code does for
+single tokens; their code for sequences starts at 0.
 
 Koopman attention of power 0 differs in that its ridge is relative to the keys, and its queries do not read their own
 token.
-Source: von Oswald et al. 2025, "MesaNet", §3.
+Source: von Oswald et al. 2025, "MesaNet", §3, and flash-linear-attention's `mesa_net`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from halflife.ops.spec import define
 from halflife.packing import Packing
 
 State = tuple[Tensor, Tensor]
-
+FEWEST_ROWS = 16  # of a state that our Triton kernels take
 
 define(
     "ridge_attention", q="B T H K", k="B T H K", v="B T H V", g="B T H", beta="B T H", ridge="H K",
@@ -52,11 +53,11 @@ def ridge_attention(
         g: log-decay ≤ 0, `[B, T, H]`.
         beta: strength β ≥ 0 of each pair, `[B, T, H]`.
         ridge: λ > 0, one per head and key channel, `[H, K]`.
-        iterations: steps of conjugate gradients at most. In exact arithmetic K of them solve a system. The error falls
-            by `(√κ − 1)/(√κ + 1)` a step, where κ is at most `1 + tr G / min λ`.
+        iterations: steps of conjugate gradients after the start, at most. In exact arithmetic K of them solve a system.
+            The error falls by `(√κ − 1)/(√κ + 1)` a step, where κ is at most `1 + tr G / min λ`.
         tolerance: a token's iteration ends when its residual is this small relative to its query, so a token has the
             same result alone as among others.
-        initial_state: `(G [N, H, K, K], C [N, H, K, V])`, with C as `Σ k vᵀ`; None means zeros.
+        initial_state: `(G [N, H, K, K], C [N, H, K, V])`, with G symmetric and C as `Σ k vᵀ`; None means zeros.
         output_final_state: whether to return the sums after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
         chunk_size: passed to `linear_attention`.
@@ -112,22 +113,34 @@ def _solve(call: Call, backend: str) -> tuple[Tensor, State]:
     )  # fmt: skip
     written = beta * call["k"]
 
-    def product(x: Tensor) -> Tensor:
-        return read(x, v=written, initial_state=first_gram)[0] + ridge * x
-
     if call.is_token and not call.differentiated:
         return _step(call, written, first_gram, first_values)
 
-    solve = partial(conjugate_gradients, product, **call.options)
+    # A read is Sᵀ x. The state is Gᵀ, so that G has its own gradient and not that of Gᵀ.
+    def product(x: Tensor) -> Tensor:
+        return read(x, v=written, initial_state=first_gram.mT)[0] + ridge * x
+
     with torch.no_grad():
+        solve = partial(conjugate_gradients, product, _diagonals(call, first_gram, backend), **call.options)
         x = solve(q)
-    applied, gram = read(x, v=written, initial_state=first_gram)
+    applied, gram = read(x, v=written, initial_state=first_gram.mT)
     if torch.is_grad_enabled():
         x = Solution.apply(q - applied - ridge * x, x, solve)
     y, values = read(x, v=beta * call["v"], initial_state=first_values)
     assert values is not None
     assert gram is not None
-    return y, (gram, values)
+    return y, (gram.mT, values)
+
+
+def _diagonals(call: Call, gram: Tensor, backend: str) -> Tensor:
+    """The diagonals of all `G_t + Λ`, `[B, T, H, K]`: those of G are sums of β k² that decay, so states of one row."""
+    ones = torch.ones_like(call["k"][..., :FEWEST_ROWS])
+    first = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2).expand(-1, -1, ones.shape[-1], -1)
+    sums, _ = linear_attention(
+        ones, ones, call["beta"].unsqueeze(-1) * call["k"].square(), call["g"], scale=1 / ones.shape[-1],
+        initial_state=first, cu_seqlens=call.packing, chunk_size=call.chunk_size, backend=backend,
+    )  # fmt: skip
+    return sums + call["ridge"]
 
 
 for _name, _why_not in (("triton", triton.why_not), ("native", native.why_not), ("chunked", None)):
@@ -143,7 +156,8 @@ def _step(call: Call, written: Tensor, gram: Tensor, values: Tensor) -> tuple[Te
     )
 
     def product(x: Tensor) -> Tensor:
-        return (x.unsqueeze(-2) @ gram).squeeze(-2) + call["ridge"] * x
+        return (gram @ x.unsqueeze(-1)).squeeze(-1) + call["ridge"] * x
 
-    x = conjugate_gradients(product, call["q"][:, 0], **call.options)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1) + call["ridge"]
+    x = conjugate_gradients(product, diagonal, call["q"][:, 0], **call.options)
     return (x.unsqueeze(-2) @ values).transpose(1, 2), (gram, values)
