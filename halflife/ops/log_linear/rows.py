@@ -83,9 +83,7 @@ class Rows:
         first = (self.position.unsqueeze(-1) >> level) << level  # the first token of each state
         first[:, -1] = 0  # the last one holds the rest
         first = first.view(len(first), *[1] * (t.ndim - 1), -1)
-        found = levels(t.unsqueeze(-1), first, self.last)
-        found[..., -1] = self.last
-        return found
+        return torch.maximum(levels(t.unsqueeze(-1), first, self.last), level)  # never below its own
 
 
 def by_rows(
