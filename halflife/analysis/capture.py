@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from halflife.analysis.foreign.mixer_decay import MixerDecay
 from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.readable import Readable
-from halflife.decay import Decay
+from halflife.decay import Decay, DecayParts
 from halflife.layers import State
 from halflife.layers.memory.gate_rank import SlowGate
 from halflife.layers.ska import SKA
@@ -113,8 +113,8 @@ def read_from(
 def _decay_hook(decay: Decay | MixerDecay, take: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `take` with the log-decays. A stateful decay does not pass through `forward`, so its `scan` is wrapped."""
 
-    def after_forward(module: nn.Module, inputs: Any, g: Tensor) -> None:
-        take(g)
+    def after_forward(module: nn.Module, inputs: Any, output: Tensor | DecayParts) -> None:
+        take(output if isinstance(output, Tensor) else output.g)
 
     if isinstance(decay, MixerDecay) or not decay.stateful:
         with decay.register_forward_hook(after_forward):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,20 @@ from halflife.registry import Registry, check_options, constructor_parameters
 DECAYS: Registry[type[Decay]] = Registry("decay")
 
 GRANULARITIES = ("scalar", "vector")
+
+
+class DecayParts(NamedTuple):
+    """Log-decays with the factors in them by which layers also scale what they write.
+
+    Attributes:
+        g: log-decays.
+        step: the step size (`Decay.step_size`), or None if the strategy has none.
+        log_stretch: the logarithm of PoST's factor on g (`PoST.log_stretch`), or None without PoST.
+    """
+
+    g: Tensor
+    step: Tensor | None
+    log_stretch: Tensor | None
 
 
 class Decay(Float32Module):
@@ -25,6 +41,10 @@ class Decay(Float32Module):
     * `shares_keys`: whether the architecture that it comes from writes `k = 1 − λ`.
     * `stateful`: whether `g` depends on earlier tokens, so that streaming carries a state (see `scan`).
     * `granularities`: the granularities for which it is defined.
+    * `has_step_size`: whether it has a `step_size`.
+
+    A layer reads everything from one call, `decay(f, …)`, because only inside its `forward` are a module's parameters
+    sure to be there (offloaded or sharded models).
 
     Args:
         num_heads: heads H.
@@ -44,6 +64,7 @@ class Decay(Float32Module):
     shares_keys = False
     stateful = False
     granularities: tuple[str, ...] = GRANULARITIES
+    has_step_size = False
 
     def __init__(
         self, num_heads: int, head_dim: int, granularity: str = "scalar", layer_idx: int = 0, num_layers: int = 1
@@ -67,8 +88,9 @@ class Decay(Float32Module):
         """Draw the parameters from the initial distribution of the strategy. Each call gives a new draw."""
 
     def forward(
-        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None
-    ) -> Tensor:
+        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
+        parts: bool = False,
+    ) -> Tensor | DecayParts:  # fmt: skip
         """Compute log-decays `g ≤ 0` in float32 (float64 for float64 activations).
 
         Args:
@@ -76,9 +98,13 @@ class Decay(Float32Module):
             position: token positions, from 1, `[T]` or `[B, T]`. Only position-adaptive decays use them.
             log_rate: base log-rates `[H]` or `[H, K]` that replace the strategy's (PoST), or None.
             step: `step_size(f)`, if the caller has it already.
+            parts: whether to return `DecayParts`.
         """
         f = self._wide(f)
-        return self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
+        if parts and step is None and self.has_step_size:
+            step = self.step_size(f)
+        g = self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
+        return DecayParts(g, step, None) if parts else g
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         """The law: `g` from float32 activations and base log-rates. None means the strategy's parameters.

@@ -37,7 +37,7 @@ class Mamba2Decay(SpectralDecay):
             Zamba-2 and Nemotron-H have a lower limit.
     """
 
-    has_rate, has_step_bias = True, True
+    has_rate, has_step_bias, has_step_size = True, True, True
     POST_STEP = 0.05
     STEP_BIASES = ("trained", "frozen", "random")
     default_step_bias = "trained"
@@ -150,6 +150,8 @@ class Mamba2Bare(Decay):
 
     g = −softplus(f); no parameters; time-scale 1.4 tokens at f = 0. Source: Decay, Table 1.
     """
+
+    has_step_size = True
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size softplus(f) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""

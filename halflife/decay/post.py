@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import Decay
+from halflife.decay.base import Decay, DecayParts
 from halflife.decay.minimax import FASTEST_RATE, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
 from halflife.precision import inverse_softplus, inverse_softplus_of
@@ -90,7 +90,7 @@ class PoST(Decay):
         self.base_endpoints = slow, fast
         self.base_shape = decay.base_shape
         self.channels = math.prod(self.base_shape)
-        self.theta = nn.Parameter(torch.empty(1))
+        self.theta = nn.Parameter(torch.empty(()))
         self.delta = nn.Parameter(torch.empty(self.channels - 1))
         self.reset_parameters()
 
@@ -103,15 +103,9 @@ class PoST(Decay):
             gap = (fastest - slowest) / (self.channels - 1)
             self.delta.fill_(inverse_softplus_of(max(gap, 1e-6)))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Read θ also from earlier checkpoints, where it has no axis. FSDP shards only parameters with one."""
-        if (theta := state_dict.get(f"{prefix}theta")) is not None and not theta.ndim:
-            state_dict[f"{prefix}theta"] = theta.unsqueeze(0)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
     def base(self) -> Tensor:
         """The sorted base parameters `[N]`, strictly increasing: log-rates, or logits for RWKV-7."""
-        theta = self.theta.squeeze(0)
+        theta = self.theta
         return theta + torch.cat([theta.new_zeros(1), F.softplus(self.delta).cumsum(0)])
 
     def log_rates(self) -> Tensor:
@@ -136,21 +130,19 @@ class PoST(Decay):
         return self.decay.log_decay(f, self.base().view(self.base_shape))
 
     def forward(
-        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None
-    ) -> Tensor:
+        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
+        parts: bool = False,
+    ) -> Tensor | DecayParts:  # fmt: skip
         if position is None:
             position = torch.arange(1, f.shape[1] + 1, device=f.device)
-        decay, f = self.decay, self._wide(f)
-        bias = decay.kept_bias
-        return self._stretched(f if bias is None else f + bias, position, decay, step)
-
-    def _stretched(self, f: Tensor, position: Tensor, decay: SpectralDecay, step: Tensor | None = None) -> Tensor:
         base = self.base()
         rates, stretch = base.view(self.base_shape), self.log_stretch(position, base)
-        if not self.sorts_log_rates:
-            return decay.log_decay(f, rates + stretch)
-        g = decay.log_decay(f, rates) if step is None else decay.log_decay(f, rates, step)
-        return g * stretch.exp().to(g.dtype)
+        if self.sorts_log_rates:
+            g, step, _ = self.decay(f, log_rate=rates, step=step, parts=True)
+            g = g * stretch.exp().to(g.dtype)
+        else:
+            g = self.decay(f, log_rate=rates + stretch)
+        return DecayParts(g, step, stretch) if parts else g
 
     def log_stretch(self, position: Tensor, base: Tensor | None = None) -> Tensor:
         """`ᾱ log t_ref − α log t` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
@@ -167,8 +159,11 @@ class PoST(Decay):
         return self.decay.step_size(f)
 
     def timescales(self, position: float = 1) -> Tensor:
-        rest = self._rest()
-        return -1 / self._stretched(rest, rest.new_full((1,), position), self.decay)[0, 0]
+        rest, base = self._rest(), self.base()
+        rates, stretch = base.view(self.base_shape), self.log_stretch(rest.new_full((1,), position), base)
+        if self.sorts_log_rates:
+            return -1 / (self.decay.log_decay(rest, rates) * stretch.exp())[0, 0]
+        return -1 / self.decay.log_decay(rest, rates + stretch)[0, 0]  # without RWKV-7's zigzag
 
     @classmethod
     def from_rates(cls, decay: Decay, rates: Tensor, *, train_length: int, **options: Any) -> PoST:

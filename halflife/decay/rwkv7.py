@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS
+from halflife.decay.base import DECAYS, DecayParts
 from halflife.decay.spectral import SpectralDecay
 
 FASTEST_RATE = math.exp(-0.5)  # the upper limit of all rates
@@ -54,6 +55,11 @@ class RWKV7Decay(SpectralDecay):
             rise = (torch.arange(channels, dtype=torch.float32) / max(channels - 1, 1)) ** (1 + depth**0.3)
             self.logit.copy_(6 * rise.view(self.shape) - 5.5 + 2.5 * zigzag(*self.shape))
 
+    def forward(self, f: Tensor, **options: Any) -> Tensor | DecayParts:
+        """As `Decay.forward`, with the zigzag as a bias of f under PoST."""
+        f = self._wide(f)
+        return super().forward(f if self.zigzag is None else f + self.zigzag, **options)
+
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         logit: Tensor = self.logit if log_rate is None else log_rate  # pyright: ignore[reportAssignmentType]
         return -FASTEST_RATE * torch.sigmoid(f + logit)
@@ -61,10 +67,6 @@ class RWKV7Decay(SpectralDecay):
     def release_rates(self) -> None:
         self.logit, self.zigzag = None, nn.Parameter(torch.empty(self.shape))
         self.reset_parameters()
-
-    @property
-    def kept_bias(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.zigzag
 
     def post_base(self, rate: float) -> float:
         if not 0 < rate < FASTEST_RATE:

@@ -22,13 +22,11 @@ class SpectralDecay(Decay):
         fastest_rate: the base rate at which PoST's fastest channel starts.
         bounded: whether the rates have an upper limit, near `fastest_rate`.
         sorts_log_rates: whether the parameter that PoST sorts is the logarithm of a rate.
-        kept_bias: a bias of f, if any, that stays under PoST and does not count as part of the base rates.
     """
 
     fastest_rate = 1.0
     bounded = False
     sorts_log_rates = True
-    kept_bias: Tensor | None = None
 
     @property
     def base_shape(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from halflife.layers import Shared, State
+from halflife.layers import Shared, SharedTensors, State
 from halflife.models.lm import Block
 from halflife.packing import Packing
 
@@ -28,7 +28,7 @@ class _Names:
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[State | None, Shared]:
         count = 0 if self.state is None else len(self.state)
         state = None if self.state is None else dict(zip(self.state, tensors[:count], strict=True))
-        return state, dict(zip(self.shared, tensors[count:], strict=True))
+        return state, SharedTensors(dict(zip(self.shared, tensors[count:], strict=True)))
 
 
 class HalflifeBlock(GradientCheckpointingLayer, Block):

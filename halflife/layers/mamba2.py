@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halflife.decay import PoST
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run, StepDecay, check_gain
@@ -27,8 +26,10 @@ class Skip(Float32Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.D)
 
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        """`y, x [B, T, H, V]`."""
+    def forward(self, y: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        """`y + D ⊙ x` for `y, x [B, T, H, V]`. Without them it returns D `[H]`, for an op that adds the product."""
+        if y is None or x is None:
+            return self.D.clone()  # the parameter itself may be freed after this call, by FSDP for example
         return torch.addcmul(y, self.D.unsqueeze(-1).to(y.dtype), x)
 
 
@@ -106,16 +107,14 @@ class Mamba2(HasMemory, Mixer):
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q = expand_groups(query.unflatten(-1, (self.num_groups, -1)), self.num_heads)
         k = expand_groups(key.unflatten(-1, (self.num_groups, -1)), self.num_heads)
-        step = self.decay.step_size(f)
-        g = self.decay(f, position=position, step=step)
+        g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
-            assert isinstance(self.decay, PoST)
-            step = step * self.decay.log_stretch(position).exp()
+            step = step * log_stretch.exp()
         v = scale_heads(values, step, self.pass_backend)
         y, memory = self.memory(
             x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
         )
-        y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))
+        y = self.norm(y.flatten(-2), z, skip=(self.skip(), values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import Decay
+from halflife.decay import Decay, DecayParts
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.memory.choice import HasMemory, OneOrGateRank, one_state
 from halflife.layers.memory.mimo import MIMO
@@ -149,8 +149,7 @@ class Mamba3(HasMemory, Mixer):
         z, v, b, c, f, *a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
         chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
-        step = self.decay.step_size(f)
-        g = self.decay(f, position=position, step=step, **chosen)
+        g, step, _ = self.decay(f, position=position, parts=True, **chosen)
         turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
         angle, last = running_angle(turns, state.get("angle"), packing)
         q, k = (part.unflatten(2, (-1, self.num_heads)) for part in (self.query(c), self.key(b)))
@@ -158,8 +157,10 @@ class Mamba3(HasMemory, Mixer):
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
         if self.mimo is not None:
             z = z.unflatten(-1, (self.num_heads, -1))
+            # accelerate moves the arguments of a module, and would move a norm with its weights.
+            norm = None if self.norm is None else self.norm.__call__
             y, memory = self.mimo(
-                x, q, k, v, z, self.skip.D, g, step, end, state, packing, norm=self.norm, **self.op_options
+                x, q, k, v, z, self.skip(), g, step, end, state, packing, norm=norm, **self.op_options
             )
             return self.out_proj(y.flatten(-2)), {"angle": last, **memory}
         y, memory = integrate(self.memory, x, q, k, v, g, step, end, state, packing, **self.op_options)
@@ -180,6 +181,7 @@ class ChosenRateDecay(Decay):
     """
 
     granularities = ("scalar",)
+    has_step_size = True
 
     def __init__(self, *, step_bias: bool = False, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -204,9 +206,12 @@ class ChosenRateDecay(Decay):
         log_rate: Tensor | None = None,
         step: Tensor | None = None,
         rate: Tensor | None = None,
-    ) -> Tensor:
+        parts: bool = False,
+    ) -> Tensor | DecayParts:
         """Compute log-decays `[B, T, H]` from f, or its step size, and the rate r of every token (None: log 2)."""
-        return -(self.step_size(f) if step is None else step) * (math.log(2) if rate is None else rate)
+        step = self.step_size(f) if step is None else step
+        g = -step * (math.log(2) if rate is None else rate)
+        return DecayParts(g, step, None) if parts else g
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return self(f)

@@ -6,6 +6,7 @@ fed in pieces, each with the state that the previous piece returned; the outputs
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,47 @@ from halflife.packing import Packing
 from halflife.registry import Registry, check_options, construct
 
 State = dict[str, Tensor]
-Shared = dict[str, Tensor]
+
+
+class SharedTensors:
+    """Tensors by name that all layers of one forward pass share, and that a layer adds to for later ones.
+
+    It is no `dict`, because accelerate and FSDP2 copy every dict that a module is given. What a layer writes into such
+    a copy never reaches the later layers.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        self._tensors = dict(tensors or {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __setitem__(self, name: str, x: Tensor) -> None:
+        self._tensors[name] = x
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def values(self) -> Iterable[Tensor]:
+        return self._tensors.values()
+
+    def get(self, name: str) -> Tensor | None:
+        return self._tensors.get(name)
+
+    def update(self, other: Shared) -> None:
+        self._tensors.update(other)  # pyright: ignore[reportCallIssue, reportArgumentType] (it has `keys`)
+
+
+Shared = dict[str, Tensor] | SharedTensors
 
 LAYERS: Registry[type[Mixer]] = Registry("layer")
 
@@ -50,7 +91,7 @@ class Mixer(nn.Module):
             state: the state after the previous piece, one row per sequence, or None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), or the `Packing` of x.
             attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
-            shared: a dict that all layers of one forward pass share. It holds values that a layer passes to later ones
+            shared: tensors that all layers of one forward pass share. They are values that a layer passes to later ones
                 (RWKV-7's first values) and inputs of all layers (SKA's action mask).
 
         Returns:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import PoST
 from halflife.decay.rwkv7 import zigzag
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
@@ -45,6 +44,16 @@ class LoRA(nn.Module):
         """`[…, inputs]` → `[…, outputs]`."""
         x = F.linear(x, self.down)
         return F.linear(x if self.activation is None else getattr(torch, self.activation)(x), self.up)
+
+
+class TokenShift(nn.ParameterDict):
+    """The inputs `x_i = x + δ ⊙ μ_i` of several maps, where δ leads from a token to the one before it."""
+
+    __call__ = nn.Module.__call__  # torch's dict of parameters refuses calls
+
+    def forward(self, x: Tensor, change: Tensor) -> dict[str, Tensor]:
+        """`x [B, T, D]` and `δ [B, T, D]` → the input of each map by its name."""
+        return {name: torch.addcmul(x, change, mu) for name, mu in self.items()}
 
 
 class HeadNorm(nn.Module):
@@ -123,7 +132,7 @@ class RWKV7(Mixer):
         self.chunk_size, self.backend = run.chunk_size, run.backend
         size = num_heads * self.head_dim
         small = math.sqrt(hidden_size) * self.head_dim / 64
-        self.mu = nn.ParameterDict({name: torch.empty(hidden_size) for name in _SHIFTS})
+        self.mu = TokenShift({name: torch.empty(hidden_size) for name in _SHIFTS})
         self.a0, self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(size)) for _ in range(4))
         self.v0 = nn.Parameter(torch.empty(size)) if layer_idx else None
         self.r_proj = drawn(hidden_size, size, self.initial["r_proj"])
@@ -160,16 +169,14 @@ class RWKV7(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         previous, last = packing.delay(x, state.get("shift"))
-        change = previous - x
-        xs = {name: torch.addcmul(x, change, mu) for name, mu in self.mu.items()}
+        xs: dict[str, Tensor] = self.mu(x, previous - x)  # pyright: ignore[reportCallIssue]
         r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
         k, a, b = self.keys(xs["k"], xs["a"])
+        g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
         if self.stretch_gain:
-            assert isinstance(self.decay, PoST)
-            gain = self.decay.log_stretch(position).exp().to(k.dtype)
+            gain = log_stretch.exp().to(k.dtype)
             k, b = gain * k, gain * b
         k, v, a, b = (x.to(r.dtype) for x in (k, v, a, b))  # autocast leaves some in float32
-        g = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position)
         o, memory = dplr(
             r, k, v, a, b, g, scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
             **self.op_options,

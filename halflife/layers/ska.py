@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.decay_gate import DecayGate
@@ -232,7 +231,7 @@ class SKA(DecayGate):
             joined, others["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), packing)
             parts = joined.split(self.splits, -1)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
-        q, k = self.lifted(q), self.lifted(k)
+        q, k = self.lifted(q, x.dtype), self.lifted(k, x.dtype)
         weights, decayed = self.weights(x, state, packing)
         others |= decayed
         before = {name: part for name, part in state.items() if name not in ("position", "conv", "decay")} or None
@@ -255,12 +254,12 @@ class SKA(DecayGate):
             weights["beta"] = self.beta_proj(x).sigmoid()
         return weights, decayed
 
-    def lifted(self, x: Tensor) -> Tensor:
-        """Queries or keys `[B, T, H, R]` from their projections."""
+    def lifted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Queries or keys `[B, T, H, R]` from their projections; Φ reads features in `dtype`, that of the inputs."""
         if self.lift == "none":
             return x
         features = clebsch_gordan(x.to(compute_dtype(x)))
-        return features if self.phi is None else F.linear(features, self.phi.weight.to(features.dtype))
+        return features if self.phi is None else self.phi(features.to(dtype)).to(features.dtype)
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], mask: Tensor | None, state: State | None,

@@ -37,6 +37,10 @@ class ToeplitzKernel(Float32Module):
         nn.init.ones_(self.write)
         self.log_rate.copy_(torch.linspace(0, -math.log(self.longest), size, dtype=torch.float32))
 
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """a, b and log λ, `[H, N]` each."""
+        return self.read.clone(), self.write.clone(), -self.log_rate.exp()
+
 
 class Toeplitz(Mixer):
     """Linear attention whose query, key and decay are the same at every token, head by head."""
@@ -81,7 +85,8 @@ class TPE(Toeplitz):
         self.kernel = ToeplitzKernel(self.num_heads, state_size, longest)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        return self.weigh(x, self.kernel.read, self.kernel.write, -self.kernel.log_rate.exp(), state, packing)
+        read, write, g = self.kernel()
+        return self.weigh(x, read, write, g, state, packing)
 
 
 class HeadDecay(Float32Module):
@@ -97,6 +102,10 @@ class HeadDecay(Float32Module):
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """a·b `[H, 1]` and log λ `[H]`."""
+        return (self.read * self.write).sum(-1, keepdim=True), F.logsigmoid(self.logit)
 
 
 @LAYERS.add("tpe_paper")
@@ -115,8 +124,8 @@ class PaperTPE(Toeplitz):
         self.kernel = HeadDecay(self.num_heads, self.head_dim)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        weight = (self.kernel.read * self.kernel.write).sum(-1, keepdim=True)
-        return self.weigh(x, torch.ones_like(weight), weight, F.logsigmoid(self.kernel.logit), state, packing)
+        weight, g = self.kernel()
+        return self.weigh(x, torch.ones_like(weight), weight, g, state, packing)
 
 
 @LAYERS.add("tpe_released")

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife import layers
-from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
+from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, SharedTensors, State, SwiGLU
 from halflife.layers.init import reset
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, set_backend
 from halflife.layers.tpe import Toeplitz
 from halflife.models.config import ModelConfig
+from halflife.models.loss import logits_of
 from halflife.packing import Packing
 from halflife.precision import Float32Module
 
@@ -51,7 +52,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
         if shared:  # earlier layers may be on another device
-            shared.update({name: part.to(x.device) for name, part in shared.items()})
+            for name in shared:
+                shared[name] = shared[name].to(x.device)
         y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
         x = x + y
         if self.beside is not None:
@@ -148,7 +150,7 @@ class Backbone(nn.Module):
         else:
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
-            shared = {name: layers.unpad(x, attention_mask)[0] for name, x in shared.items()}
+            shared = SharedTensors({name: layers.unpad(shared[name], attention_mask)[0] for name in shared})
             ids, bounds, index = layers.unpad(ids, attention_mask)
             packing = Packing(1, ids.shape[1], bounds)
         x, new, toeplitz = self.embedding_norm(self._embed(ids)), [], []
@@ -178,15 +180,15 @@ class Backbone(nn.Module):
             message = f"ids must lie between 0 and {self.embedding.num_embeddings - 1}"
             raise ValueError(f"{message}; got {int(ids.min())} to {int(ids.max())}") from error
 
-    def _shared(self, ids: Tensor, action_mask: Tensor | None) -> Shared:
+    def _shared(self, ids: Tensor, action_mask: Tensor | None) -> SharedTensors:
         """Return the tensors that one forward pass gives to all of its layers."""
         if action_mask is None:
-            return {}
+            return SharedTensors()
         if action_mask.shape != ids.shape[:2]:
             raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape[:2])}; got {tuple(action_mask.shape)}")
         if not any(isinstance(module, Mixer) and module.reads_action_mask for module in self.blocks.modules()):
             raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
-        return {"action_mask": action_mask}
+        return SharedTensors({"action_mask": action_mask})
 
 
 class LanguageModel(Backbone):
@@ -264,7 +266,7 @@ class LanguageModel(Backbone):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head: `[…, D]` → `[…, vocab_size]`."""
-        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+        return logits_of(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
 
     @property
     def head_weight(self) -> Tensor:

@@ -18,6 +18,20 @@ from halflife.tasks import IGNORED
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
 
 
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`hidden weightᵀ`, `[…, D]` and `[V, D]` → `[…, V]`, for a weight that is read beside its module.
+
+    Raises:
+        ValueError: the weight is elsewhere, for example offloaded. torch itself would return memory as it finds it.
+    """
+    if weight.device != hidden.device:
+        raise ValueError(
+            f"the weight of the head is on {weight.device} and not on {hidden.device}; to offload a tied head, use "
+            "halflife.hf, or tie_embeddings=False"
+        )
+    return F.linear(hidden, weight)
+
+
 def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
 
@@ -31,13 +45,11 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
             adapter or a quantised map) is called, and its logits are computed again in the backward pass.
         labels: `[N]`, int64, none of them ignored.
     """
-    if isinstance(head, nn.Module):
-        if not _is_plain(head):
-            return _recomputed_loss(hidden, head, labels)
-        head = head.weight
-    weight = head
+    if isinstance(head, nn.Module) and not _is_plain(head):
+        return _recomputed_loss(hidden, head, labels)
+    weight: Any = head.weight if isinstance(head, nn.Module) else head
     if len(hidden) * len(weight) <= LOGITS:
-        return F.cross_entropy(_wide(F.linear(hidden, weight)), labels)
+        return F.cross_entropy(_wide(logits_of(hidden, weight)), labels)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -77,7 +89,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """
     rows = _rows(weight)
     pairs = zip(hidden.split(rows), labels.split(rows), strict=True)
-    losses = [F.cross_entropy(_wide(F.linear(h, weight)), y, reduction="none", ignore_index=IGNORED) for h, y in pairs]
+    losses = [F.cross_entropy(_wide(logits_of(h, weight)), y, reduction="none", ignore_index=IGNORED) for h, y in pairs]
     return torch.cat(losses)
 
 
@@ -105,7 +117,7 @@ class ChunkedLoss(torch.autograd.Function):
         rows = _rows(weight)
         for first in range(0, len(hidden), rows):
             part, target = hidden[first : first + rows], labels[first : first + rows].unsqueeze(1)
-            log_p = _wide(F.linear(part, weight)).log_softmax(-1)
+            log_p = _wide(logits_of(part, weight)).log_softmax(-1)
             loss -= log_p.gather(1, target).sum()
             error = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0)) / len(hidden)
             narrow = error.to(hidden.dtype)

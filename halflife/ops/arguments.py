@@ -10,8 +10,13 @@ from torch import Tensor
 from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
     peek_interpreter_stack,
 )
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+# The types of tensors that kernels can read, or that a compiler traces them with. Other subclasses, as those of
+# quantised and sharded weights, have no memory of that layout.
+PLAIN = {Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor}
 _SEEN: set[tuple[Any, ...]] = set()  # the calls on accelerators whose log-decays have been checked once
 
 
@@ -61,6 +66,14 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+
+
+def not_plain(*tensors: Any) -> str | None:
+    """The reason why kernels cannot read one of these values, which are tensors or not, or None if they can."""
+    for x in tensors:
+        if isinstance(x, Tensor) and type(x) not in PLAIN:
+            return f"kernels take plain tensors; got a {type(x).__name__}"
+    return None
 
 
 def is_traced(x: Tensor) -> bool:

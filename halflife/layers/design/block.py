@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import PoST
 from halflife.layers.decay_gate import DecayGate
 from halflife.layers.design.updates import Tokens, Update, UpdateChoice
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
@@ -190,17 +189,16 @@ class LinearMixer(DecayGate, HasMemory):
         """Options of the op."""
         return {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
 
-    def gain(self, position: Tensor) -> Tensor:
-        """The factor `[T, H]` or `[B, T, H]` by which PoST stretches a decay, for what is written."""
-        assert isinstance(self.decay, PoST)
-        return self.decay.log_stretch(position).exp()
-
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
-        g, key, new = None, None, {}
+        g, key, gain, new = None, None, None, {}
         if self.decay is not None:
             f = self.decay_input(x)
-            g, new = self.log_decays(f, position, state, packing)
+            if self.update.stretch_gain:
+                g, _, log_stretch = self.decay(f, position=position, parts=True)
+                gain = log_stretch.exp()
+            else:
+                g, new = self.log_decays(f, position, state, packing)
             if self.share_keys:
                 key = self.decay.shared_key(f, g, state.get("decay"), packing)
             if self.paired:
@@ -209,7 +207,7 @@ class LinearMixer(DecayGate, HasMemory):
         if self.conv is not None:
             qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
         q, k, v = self.heads(qkv, key, position)
-        o, memory = self.update(self, Tokens(x, q, k, v, g, position, state, packing))
+        o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
         return self.out_proj(self.gate(o.to(x.dtype), x)), new | memory
 
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,12 +55,12 @@ class Feedback(Update):
         block.feedback = FeedbackShare(block.num_heads, self.correction)
 
     def query(self, block: Block, q: Tensor, k: Tensor) -> Tensor:
-        return q - block.feedback.of_output() * k
+        return q - block.feedback()[1] * k
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         x, q, k, v, *_ = tokens
         beta = self.strength(block, x).unsqueeze(-1)
-        read = -block.feedback() * beta * k
+        read = -block.feedback()[0] * beta * k
         q, written, read, k = (part.to(v.dtype) for part in (q, beta * k, read, k))  # autocast leaves some in float32
         return by_dplr(block, tokens, q, written, v, read, k)
 
@@ -82,13 +82,10 @@ class FeedbackShare(nn.Module):
         nn.init.ones_(self.share)
         nn.init.constant_(self.output, self.correction)
 
-    def forward(self) -> Tensor:
-        """σ(b), `[H, 1]`."""
-        return self.share.sigmoid().unsqueeze(-1)
-
-    def of_output(self) -> Tensor:
-        """d σ(b), `[H, 1]`."""
-        return (self.output * self.share.sigmoid()).unsqueeze(-1)
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """σ(b) and d σ(b), `[H, 1]` each."""
+        share = self.share.sigmoid()
+        return share.unsqueeze(-1), (self.output * share).unsqueeze(-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,14 +18,17 @@ Block = Any  # a `LinearMixer`, whose module imports this one
 
 
 class Tokens(NamedTuple):
-    """What an update reads: the input x, queries, keys, values and log-decays, and the state before them."""
+    """What an update reads: the input x, queries, keys, values and log-decays, and the state before them.
+
+    `gain` is the factor of what is written, `[T, H]` or `[B, T, H]`, under `stretch_gain`.
+    """
 
     x: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor | None
-    position: Tensor
+    gain: Tensor | None
     state: State
     packing: Packing
 
@@ -120,7 +123,7 @@ class UpdateChoice(Update):
         return replace(self, update=self.update if vector else "delta", allow_neg_eigval=True)
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
-        gain = block.gain(tokens.position).to(tokens.k.dtype) if self.stretch_gain else None
+        gain = None if tokens.gain is None else tokens.gain.to(tokens.k.dtype)
         if not self.has_strength:
             k = tokens.k if gain is None else tokens.k * gain.unsqueeze(-1)
             return _remember(block, tokens, k, None)

@@ -77,11 +77,6 @@ class SlowGate(Float32Module):
 
     def forward(self, f: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`."""
-        y, state = self.signal(f, state, packing)
-        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
-
-    def signal(self, f: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-        """`conv(f)_t + b`, `[B, T, gates]`, and the convolution's last inputs."""
         f = f.to(compute_dtype(f))
         taps, bias = self.taps.to(f.dtype), self.bias.to(f.dtype)
         if self.bias_place == "before":
@@ -92,7 +87,7 @@ class SlowGate(Float32Module):
                 cu_seqlens=packing, backend=self.pass_backend,
             )  # fmt: skip
         assert state is not None
-        return y, state
+        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
 
 
 class GateRank(nn.Module):

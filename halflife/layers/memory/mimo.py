@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class MIMO(Float32Module):
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, skip: Tensor, g: Tensor, step: Tensor, end: Tensor,
-        state: State, packing: Packing, norm: nn.Module | None = None, **options: Any,
+        state: State, packing: Packing, norm: Callable[..., Tensor] | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Compute the gated outputs of all heads.
 

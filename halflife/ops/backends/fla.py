@@ -23,6 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import not_plain
 from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR
 
@@ -50,6 +51,8 @@ def why_not(op: str, device: torch.device, call: Call | None = None) -> str | No
 def _refused(call: Call) -> str | None:
     """The reason why fla's kernels refuse (or misread) tensors of these shapes and dtypes, or None."""
     op, q, key, value = call.op, call["q"], call.sizes["K"], call.sizes["V"]
+    if (odd := not_plain(*call.tensors.values(), *(call.state or ()))) is not None:
+        return odd
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"fla multiplies in bfloat16 or float16 (float32 in TF32, three digits); the inputs are {q.dtype}"
     if len({x.dtype for x in (call.get(name) for name in MATRICES) if x is not None}) > 1:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import PLAIN, not_plain
 from halflife.ops.backends.native import build
 from halflife.ops.call import Call
 
@@ -23,8 +24,10 @@ _LARGEST = 128  # tokens a chunk
 
 def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
     """Return the reason why the kernels cannot run `op` on `device` (and this call, if given), or None if they can."""
-    matrices = None if call is None else [call.tensors.get(name) for name in MATRICES]
-    return _why_not(len(MATRICES), op, device, matrices)
+    if call is None:
+        return _why_not(len(MATRICES), op, device)
+    given = (*map(call.tensors.get, MATRICES), *call.tensors.values(), *(call.state or ()))
+    return _why_not(len(MATRICES), op, device, given)
 
 
 def why_not_matrices(count: int) -> Callable[..., str | None]:
@@ -36,7 +39,12 @@ def _why_not(count: int, op: str, device: torch.device, tensors: Any = None) -> 
     if device.type != "cpu":
         return f"native kernels run on CPUs, not on {device.type}"
     if tensors is not None:
-        matrices = [*tensors.tensors.values()][:count] if isinstance(tensors, Call) else tensors[:count]
+        if isinstance(tensors, Call):
+            tensors = (*tensors.tensors.values(), *(tensors.state or ()))
+        for x in tensors:
+            if x is not None and type(x) not in PLAIN:
+                return not_plain(x)
+        matrices = tensors[:count]
         first = matrices[0].dtype
         for x in matrices:
             if x is not None and (x.dtype != first or first not in DTYPES):

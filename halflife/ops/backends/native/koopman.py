@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import not_plain
 from halflife.ops.backends.native import DTYPES, build, names
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def why_not(op: str, device: torch.device, call: KoopmanCall | None = None) -> s
     if device.type != "cpu":
         return f"native kernels run on CPUs, not on {device.type}"
     if call is not None:
+        if (odd := not_plain(*vars(call).values(), *(call.initial_state or {}).values())) is not None:
+            return odd
         dtypes = {x.dtype for x in (call.q, call.k, call.v)}
         if not dtypes <= DTYPES:
             return f"native kernels take float32, bfloat16 and float16; got {names(dtypes)}"

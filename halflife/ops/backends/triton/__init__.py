@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from halflife.ops.arguments import not_plain
 from halflife.ops.call import Call
 
 SIZES = range(16, 257)
@@ -34,6 +35,8 @@ def _misfit(op: str, call: Call) -> str | None:
     """The reason why the shapes and dtypes of a call do not fit the kernels, or None."""
     matrices = [call[name] for name in ("q", "k", "v")]
     gates = [x for name in ("beta", "g_slow", "g_fast", "g") if (x := call.get(name)) is not None]
+    if (odd := not_plain(*matrices, *gates, *(call.state or ()))) is not None:
+        return odd
     if any(x.ndim != 3 for x in gates):
         return f"the Triton kernels of {op} take one log-decay per head [B, T, H], not one per channel"
     wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
