@@ -156,6 +156,7 @@ def test_starts_from_the_meta_device(name):
     with torch.device("meta"):
         model = LanguageModel(CONFIGURATIONS[name])
     assert all(x.is_meta for x in everything(model).values())
+    assert all(x.ndim for x in everything(model).values())  # FSDP shards the first axis
     model.to_empty(device="cpu")
     direct = build(name)
     for x in everything(model).values():

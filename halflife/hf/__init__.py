@@ -10,9 +10,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
+from halflife.hf import earlier
 from halflife.hf.cache import HalflifeCache
 from halflife.hf.causal_lm import HalflifeForCausalLM
 from halflife.hf.classification import HalflifeForSequenceClassification, HalflifeForTokenClassification
@@ -32,7 +31,4 @@ for auto, model in (
     (AutoModelForTokenClassification, HalflifeForTokenClassification),
 ):
     auto.register(HalflifeConfig, model, exist_ok=True)
-
-# `halflife.models.checkpoint` and earlier versions of this package name the head so.
-HEADS = [WeightRenaming(r"^model\.head\.", "lm_head."), WeightRenaming(r"^head\.", "lm_head.")]
-register_checkpoint_conversion_mapping("HalflifeForCausalLM", HEADS, overwrite=True)
+earlier.register()

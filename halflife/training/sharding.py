@@ -32,14 +32,13 @@ def shard(objective: nn.Module, model: LanguageModel, device: torch.device) -> N
     """Shard every parameter of `objective`, which holds `model`, over all processes, in place and block by block.
 
     The parameters of a block are gathered while the block runs. Parameters outside the blocks (embedding, head) are
-    gathered for the whole pass. Scalars are not sharded, and the Trainer keeps them equal on all processes.
+    gathered for the whole pass.
     """
     # FSDP2 warns of views in outputs: blocks return views of their state, but nothing writes into them in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    scalars = {x for x in objective.parameters() if not x.ndim}
     for module in (*model.blocks, objective):
-        fully_shard(module, mesh=mesh, ignored_params=scalars)
+        fully_shard(module, mesh=mesh)
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -142,16 +141,6 @@ class FSDPTrainer(HalflifeTrainer):
     def __init__(self, config: TrainConfig, store: CheckpointStore, **settings: Any) -> None:
         super().__init__(config, store, **settings)
         self.is_distributed_loading_by_transformers = True  # the Trainer then neither wraps nor gathers the model
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Separate sharded from unsharded parameters, because no kernel accepts both."""
-        optimizer = super().create_optimizer(model)
-        for group in [*optimizer.param_groups]:
-            unsharded = [x for x in group["params"] if not isinstance(x, DTensor)]
-            if unsharded and len(unsharded) < len(group["params"]):
-                group["params"] = [x for x in group["params"] if isinstance(x, DTensor)]
-                optimizer.add_param_group({**group, "params": unsharded})
-        return optimizer
 
     @contextlib.contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
