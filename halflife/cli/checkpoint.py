@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json
 from halflife.models.load import load_any
@@ -63,3 +63,16 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         tokenizer = tokenizers.load_tokenizer(name)
     tokenizers.check_vocabulary(tokenizer, vocab_size)
     return tokenizer
+
+
+def special_tokens(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return `add_bos_token` and `prefix_token_id` of `evaluation.harness` for the model in a folder.
+
+    The documents of `halflife train` follow an end token, and no other special token precedes them. Other models have
+    what their tokenizers add.
+    """
+    from halflife.runs.folder import FolderKind, folder_kind
+
+    if (folder / RUN_JSON).is_file() and folder_kind(folder) is FolderKind.LANGUAGE_RUN:
+        return {"add_bos_token": False, "prefix_token_id": tokenizer.eos}
+    return {}

@@ -191,12 +191,13 @@ class Eval:
 
     def _add_harness(self, result: dict[str, Any], model: Any, tokenizer: Any, tasks: Sequence[str]) -> None:
         """Measure tasks of the harness, and add "harness" and rows to `result`."""
+        from halflife.cli.checkpoint import special_tokens
         from halflife.evaluation import bundles, harness
 
         measured = harness.evaluate(
             model, tokenizer, tasks, batch_size=self.batch_size, limit=self.limit, num_fewshot=self.num_fewshot,
             include_path=self.include, metadata=self._metadata(tokenizer, tasks), seed=self.seed,
-            max_length=self.max_length, show=not self.quiet,
+            max_length=self.max_length, show=not self.quiet, **special_tokens(self.checkpoint, tokenizer),
         )  # fmt: skip
         result["harness"] = {name: measured[name] for name in HARNESS_RESULTS}
         rows = harness.metric_rows(measured)

@@ -6,7 +6,8 @@ a recurrent model needs constant memory and no text is too long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from halflife.models.session import draw
 from halflife.models.states import select
 
 Ids = Sequence[int]
+Row = TypeVar("Row")
+Result = TypeVar("Result")
 
 PIECE_TOKENS = 1 << 14  # tokens read at once, over all rows of a batch
 MAX_LOGITS = 1 << 26  # logits computed at once: 256 MiB of float32
@@ -31,19 +34,46 @@ def loglikelihoods(
     Args:
         model: the model, on its device and in evaluation mode.
         pairs: token ids of (context, continuation); a context has at least one token.
-        batch_size: continuations in a batch.
+        batch_size: most continuations in a batch.
         show: whether to draw a progress bar.
     """
-    from rich.progress import track
-
     # Sorting puts equal contexts side by side, and contexts of similar length into one batch, the longest first.
     order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), *map(tuple, pairs[i])))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-    for batch in track(batches, "log-likelihoods", disable=not show):
-        for i, result in zip(batch, _score(model, [pairs[i] for i in batch]), strict=True):
-            results[i] = result
+    scores = in_batches(lambda batch: _score(model, [pairs[i] for i in batch]), [order], batch_size)
+    for i, result in track(scores, "log-likelihoods", len(pairs), show):
+        results[i] = result
     return results
+
+
+def in_batches(
+    work: Callable[[list[int]], Sequence[Result]], groups: Iterable[list[int]], size: int
+) -> Iterator[tuple[int, Result]]:
+    """Yield (row, result) of all rows. `work` gets at most `size` rows of a group, half as many if memory is short."""
+    for group in groups:
+        at = 0
+        while at < len(group):
+            batch = group[at : at + size]
+            try:
+                results = work(batch)
+            except RuntimeError as error:
+                if len(batch) == 1 or not _is_out_of_memory(error):
+                    raise
+                size = len(batch) // 2
+                continue
+            yield from zip(batch, results, strict=True)
+            at += len(batch)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def track(rows: Iterable[Row], name: str, total: int, show: bool) -> Iterable[Row]:
+    """Yield `rows`, and draw a progress bar if `show`."""
+    from rich.progress import track
+
+    return track(rows, name, total=total, disable=not show)
 
 
 def _score(model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:

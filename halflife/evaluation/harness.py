@@ -1,7 +1,9 @@
 """The tasks and metrics of lm-evaluation-harness, for a halflife model.
 
-Texts are truncated only if `max_length` is set. The first token of a text needs a preceding token, which is the end
-token (`eos`) if the tokenizer has one, and else a newline. As in training, no special token precedes a context.
+Texts are truncated only if `max_length` is set. Special tokens are as in the harness's own models of transformers. A
+tokenizer adds to a text what it adds by default, such as a token of the beginning (BOS). Special tokens in a text, as
+in that of a chat template, are read as such. The first token of a text needs a preceding token, which is the BOS token
+if the tokenizer has one, else the end token (`eos`), else a newline.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from halflife.evaluation import evaluating
-from halflife.evaluation.batched import generate, loglikelihoods
+from halflife.evaluation.batched import generate, in_batches, loglikelihoods, track
 from halflife.extras import missing
 from halflife.models import LanguageModel
 
@@ -29,6 +31,7 @@ BOOTSTRAP = 1000  # resamples for the standard error of metrics without a formul
 class Tokenizer(Protocol):
     """The methods of `halflife.data.tokenizers.Tokenizer` that this module needs."""
 
+    name: str
     vocab_size: int
     eos: int | None
 
@@ -41,16 +44,21 @@ class Adapter:
     """The methods that the harness calls on a model. `harness_model` adds the base class `TemplateLM`.
 
     Attributes:
+        tokenizer: the tokenizer of transformers, or None for another one.
+        batch_size: most texts in a batch. A batch that needs too much memory is divided.
         max_length: largest number of tokens that the model reads of one text; None means all.
         truncated: number of requests so far that were longer and lost their beginning.
     """
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int, max_length: int | None, show: bool
-    ) -> None:
+        self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int, max_length: int | None, show: bool,
+        add_bos_token: bool | None = None, prefix_token_id: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.text, self.batch_size = model, tokenizer, batch_size
         self.max_length, self.show, self.truncated = max_length, show, 0
+        self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
+        self.tokenizer: Any = getattr(tokenizer, "tokenizer", None)
         self._device = model.embedding.weight.device
 
     @property
@@ -60,15 +68,49 @@ class Adapter:
     @property
     def prefix_token_id(self) -> int:
         """The token that precedes the first token of a text."""
-        if self.text.eos is not None:
-            return self.text.eos
-        if not (newline := self.tok_encode("\n")):
+        if self._starts:
+            return self._starts[0]
+        if not (newline := self.text.encode("\n").tolist()):
             raise ValueError("the tokenizer has neither an end token nor a newline to precede a text")
         return newline[-1]
 
+    @property
+    def _starts(self) -> list[int]:
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        tokens = (self.custom_prefix_token_id, self.text.eos if bos is None else bos)
+        return [token for token in tokens if token is not None]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return token ids. Special tokens are never added, even if the harness asks for them."""
-        return self.text.encode(string).tolist()
+        """Return token ids. None for `add_special_tokens` adds what `add_bos_token` says, if they are not there."""
+        if self.tokenizer is None:
+            return self.text.encode(string).tolist()
+        add = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(tuple(self.tokenizer.decode([i]) for i in self._starts)):
+            add = False
+        # Without truncation a text may be longer than the tokenizer's model could read.
+        return self.tokenizer(string, add_special_tokens=add is not False, verbose=False)["input_ids"]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name under which the harness may store requests."""
+        return self.text.name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a chat. Without `add_generation_prompt` the last message is to be continued.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        from jinja2 import TemplateError
+
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"the tokenizer {self.text.name!r} has no chat template: leave out --apply_chat_template")
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        try:
+            return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how)
+        except TemplateError:  # as of a template that knows no system prompt, which the harness's own models leave out
+            rest = [message for message in chat_history if message["role"] != "system"]
+            return self.tokenizer.apply_chat_template(rest, tokenize=False, **how)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
@@ -103,19 +145,18 @@ class Adapter:
         Raises:
             ValueError: a task asks for a setting that is not supported, such as beams.
         """
-        from rich.progress import track
-
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (settings[i], -len(prompts[i])))
         # Rows of a batch share their settings.
-        groups = [list(rows) for _, rows in groupby(order, key=settings.__getitem__)]
-        batches = [rows[at : at + self.batch_size] for rows in groups for at in range(0, len(rows), self.batch_size)]
+        groups = (list(rows) for _, rows in groupby(order, key=settings.__getitem__))
+
+        def write(batch: list[int]) -> list[str]:
+            return self._generate_texts([prompts[i] for i in batch], requests[batch[0]].args[1])
+
         texts = [""] * len(requests)
-        for batch in track(batches, "texts", disable=not self.show):
-            written = self._generate_texts([prompts[i] for i in batch], requests[batch[0]].args[1])
-            for i, text in zip(batch, written, strict=True):
-                texts[i] = text
+        for i, text in track(in_batches(write, groups, self.batch_size), "texts", len(requests), self.show):
+            texts[i] = text
         return texts
 
     def _generate_texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
@@ -159,13 +200,17 @@ def harness_model(
     batch_size: int = 8,
     max_length: int | None = None,
     show: bool = False,
+    add_bos_token: bool | None = None,
+    prefix_token_id: int | None = None,
 ) -> Any:
     """Return the model (on its device, in evaluation mode) as a `TemplateLM` for `lm_eval.simple_evaluate`."""
     from lm_eval.api.model import TemplateLM
 
     if batch_size < 1 or (max_length is not None and max_length < 1):
         raise ValueError(f"batch_size and max_length must be at least 1; got {batch_size} and {max_length}")
-    return type("HalflifeLM", (Adapter, TemplateLM), {})(model, tokenizer, batch_size, max_length, show)
+    return type("HalflifeLM", (Adapter, TemplateLM), {})(
+        model, tokenizer, batch_size, max_length, show, add_bos_token, prefix_token_id
+    )  # fmt: skip
 
 
 def evaluate(
@@ -181,6 +226,8 @@ def evaluate(
     seed: int | None = None,
     max_length: int | None = None,
     show: bool = False,
+    add_bos_token: bool | None = None,
+    prefix_token_id: int | None = None,
 ) -> dict[str, Any]:
     """Run tasks of the harness on a model.
 
@@ -188,7 +235,7 @@ def evaluate(
         model: the model, on its device; it is in evaluation mode during the call.
         tokenizer: the model's tokenizer.
         tasks: names of tasks, groups or tags.
-        batch_size: texts in a batch.
+        batch_size: most texts in a batch.
         limit: largest number of examples of a task; below 1, the fraction of them; None means all.
         num_fewshot: number of examples before the question; None means the default of each task.
         include_path: folder with YAML files of further tasks.
@@ -197,6 +244,8 @@ def evaluate(
             with which published numbers were made.
         max_length: largest number of tokens of one text; longer texts lose their beginning. None truncates nothing.
         show: whether to draw progress bars.
+        add_bos_token: whether the tokenizer adds its special tokens to a text; None means its default.
+        prefix_token_id: the token that precedes the first token of a text; None means BOS, else the end token.
 
     Returns:
         The result of `lm_eval.simple_evaluate`, with `"truncated"`, the number of requests cut to `max_length`.
@@ -212,7 +261,10 @@ def evaluate(
         from lm_eval import simple_evaluate
     except ModuleNotFoundError as error:
         raise missing(f"lm-evaluation-harness ({error})", "lm_eval") from error
-    adapter = harness_model(model, tokenizer, batch_size=batch_size, max_length=max_length, show=show)
+    adapter = harness_model(
+        model, tokenizer, batch_size=batch_size, max_length=max_length, show=show, add_bos_token=add_bos_token,
+        prefix_token_id=prefix_token_id,
+    )  # fmt: skip
     manager = _task_manager(tasks, include_path, dict(metadata or {}))
     loaded = [part for name in dict.fromkeys(tasks) for part in _load_task(manager, name)]
     options: dict[str, Any] = {
