@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -45,6 +45,7 @@ class HalflifeConfig(PreTrainedConfig):
     """
 
     model_type = "halflife"
+    auto_map: ClassVar[dict[str, str]] = {}  # TRL reads it
 
     vocab_size = _field("vocab_size")
     hidden_size = _field("hidden_size")

@@ -17,6 +17,7 @@ from halflife.hf.config import HalflifeConfig
 from halflife.hf.sequences import boundaries, check_others
 from halflife.models import LanguageModel
 from halflife.models.lm import Backbone, ModelState
+from halflife.packing import Packing
 
 
 class HalflifePreTrainedModel(PreTrainedModel):
@@ -59,7 +60,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         network = LanguageModel(config.model_config()) if network is None else network
         self.embedding, self.embedding_norm = network.embedding, network.embedding_norm
         self.embedding_dropout, self.tpe = network.embedding_dropout, network.tpe
-        self.blocks = nn.ModuleList(HalflifeBlock.of(block) for block in network.blocks)
+        self.blocks = nn.ModuleList(HalflifeBlock.of(block) for block in network.blocks)  # pyright: ignore[reportArgumentType]
         self.norm = network.norm
         if not self.embedding.weight.is_meta:
             for module in self.modules():  # `post_init` would initialise every module without this mark again
@@ -175,12 +176,12 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         def rows(x: Tensor) -> Tensor:
             return x.view(*shape, -1) if index is None else layers.repad(x, index, *shape)
 
-        def call(block: nn.Module, x: Tensor, *inputs: Any, shared: Any) -> Any:
+        def call(block: nn.Module, x: Tensor, before: Any, packing: Packing, shared: Any) -> Any:
             if trace is not None:  # what is returned stands on the graph of the output
                 trace.append(rows(x))
                 flat = trace[-1].flatten(0, 1)
                 x = trace[-1].view(x.shape) if index is None else flat.index_select(0, index).unsqueeze(0)
-            return run(block, x, *inputs, shared)
+            return run(block, x, before, packing, shared)
 
         hidden, state = self.hidden(tokens, None if past is None else past.state, bounds, call=call)
         hidden = rows(hidden)

@@ -37,7 +37,9 @@ def boundaries(shape: tuple[int, int], mask: Tensor | None, given: dict[str, Ten
             raise ValueError(f"give {name} (packed) or an attention_mask with padding, not both")
         else:
             found[name] = x
-    (first, bounds), *others = found.items() or [("", None)]
+    if not found:
+        return None
+    (first, bounds), *others = found.items()
     for name, other in others:
         if bounds.tolist() != other.tolist():
             raise ValueError(f"{first} and {name} contradict each other: {bounds.tolist()} and {other.tolist()}")
