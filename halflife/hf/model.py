@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from halflife import layers
+from halflife.hf import weight_decay
 from halflife.hf.block import HalflifeBlock, run
 from halflife.hf.cache import HalflifeCache
 from halflife.hf.config import HalflifeConfig
@@ -31,6 +32,10 @@ class HalflifePreTrainedModel(PreTrainedModel):
     # Layers pass tensors to later layers in the dict `shared`. A copy by accelerate would lose what they write to it.
     _skip_keys_device_placement = ["shared"]  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"^(lm_)?head\."]  # noqa: RUF012 (base models have no head)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        weight_decay.watch(self)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -288,12 +288,22 @@ class LanguageModel(Backbone):
         return sum(x.numel() for layer in state for x in layer.values() if x.is_floating_point())
 
 
-def param_groups(model: nn.Module, weight_decay: float, learning_rate: float | None = None) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimiser: matrices with weight decay, and all others without.
+def without_weight_decay(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that no optimiser should decay.
 
-    The second group holds every parameter of one axis (norms, biases), convolution taps, and every parameter of a
-    `Float32Module` (decays, D, PoST spectra) of any shape. A further group holds the parameters of the modules that
-    have an attribute `learning_rate_factor` other than 1 (`decay.PoST`). Its "lr" is that factor times the rate.
+    They are every parameter of one axis (norms, biases), convolution taps, and every parameter of a `Float32Module`
+    (decays, D, PoST spectra) of any shape.
+    """
+    whole = (module for module in model.modules() if isinstance(module, (Float32Module, layers.ShortConv)))
+    kept = {id(parameter) for module in whole for parameter in module.parameters()}
+    return kept | {id(parameter) for parameter in model.parameters() if parameter.ndim < 2}
+
+
+def param_groups(model: nn.Module, weight_decay: float, learning_rate: float | None = None) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimiser: matrices with weight decay, and `without_weight_decay` without.
+
+    A further group holds the parameters of the modules that have an attribute `learning_rate_factor` other than 1
+    (`decay.PoST`). Its "lr" is that factor times the rate.
 
     Raises:
         ValueError: a module has such a factor, and `learning_rate` is None.
@@ -306,19 +316,14 @@ def param_groups(model: nn.Module, weight_decay: float, learning_rate: float | N
     }
     if factors and learning_rate is None:
         raise ValueError("this model has learning-rate factors, so param_groups needs the learning rate")
-    without = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (Float32Module, layers.ShortConv))
-        for parameter in module.parameters()
-    }
+    without = without_weight_decay(model)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     scaled: dict[float, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad and id(parameter) in factors:
             scaled.setdefault(factors[id(parameter)], []).append(parameter)
         elif parameter.requires_grad:
-            groups[parameter.ndim >= 2 and id(parameter) not in without].append(parameter)
+            groups[id(parameter) not in without].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
