@@ -67,7 +67,7 @@ def test_config_errors():
 @pytest.mark.parametrize("name", slow_later(NAMES))
 def test_forward_is_the_models_own_and_streams(name):
     model, ids = build(name), tokens(2, 11)
-    expected, _ = model.language_model()(ids)
+    expected, _ = model.to_halflife()(ids)
     out = model(ids, use_cache=True, output_hidden_states=True)
     assert torch.equal(out.logits, expected)
     assert [tuple(x.shape) for x in out.hidden_states] == [(2, 11, 16)] * 3
@@ -151,7 +151,7 @@ def test_it_is_drawn_as_the_library_draws_it():
     torch.manual_seed(1)
     wrapped = HalflifeForCausalLM(config)
     torch.manual_seed(1)
-    same_weights(wrapped.language_model(), LanguageModel(config.model_config()))
+    same_weights(wrapped.to_halflife(), LanguageModel(config.model_config()))
 
 
 @pytest.mark.parametrize("name", ["mamba2", "rwkv7", "mamba2+post", "echo", "gated_deltanet"])
@@ -182,7 +182,7 @@ def test_folders_of_halflife_load(tmp_path):
     wrapped = HalflifeForCausalLM.of(model)
     assert all(x is y for x, y in zip(wrapped.parameters(), model.parameters(), strict=True))
     loaded = HalflifeForCausalLM.from_halflife(checkpoint.save(model, tmp_path / "ours"))
-    same_weights(loaded.language_model(), model)
+    same_weights(loaded.to_halflife(), model)
     loaded.save_pretrained(tmp_path / "theirs")
     same_weights(HalflifeForCausalLM.from_pretrained(tmp_path / "theirs"), wrapped)
 
@@ -333,7 +333,7 @@ def test_device_map_auto(tmp_path):
 def greedy(model, ids, count):
     """Decode greedily without a cache and without transformers."""
     for _ in range(count):
-        ids = torch.cat([ids, model.language_model()(ids)[0][:, -1:].argmax(-1)], 1)
+        ids = torch.cat([ids, model.to_halflife()(ids)[0][:, -1:].argmax(-1)], 1)
     return ids
 
 
@@ -398,7 +398,7 @@ def test_generate_from_embeddings_and_after_the_end():
 
 def test_cache_of_a_state():
     model = build()
-    _, state = model.language_model()(tokens(2, 5))
+    _, state = model.to_halflife()(tokens(2, 5))
     cache = HalflifeCache(state)
     assert (cache.get_seq_length(), len(cache), cache.batch_size) == (5, 2, 2)
     other = cache.copy()

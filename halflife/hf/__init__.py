@@ -15,11 +15,11 @@ from halflife.hf import earlier
 from halflife.hf.cache import HalflifeCache
 from halflife.hf.causal_lm import HalflifeForCausalLM
 from halflife.hf.classification import HalflifeForSequenceClassification, HalflifeForTokenClassification
-from halflife.hf.config import HalflifeConfig
+from halflife.hf.config import AUTO_MAP, HalflifeConfig
 from halflife.hf.model import HalflifeModel
 
 __all__ = [
-    "HalflifeCache", "HalflifeConfig", "HalflifeForCausalLM", "HalflifeForSequenceClassification",
+    "AUTO_MAP", "HalflifeCache", "HalflifeConfig", "HalflifeForCausalLM", "HalflifeForSequenceClassification",
     "HalflifeForTokenClassification", "HalflifeModel",
 ]  # fmt: skip
 

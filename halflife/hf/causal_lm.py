@@ -12,7 +12,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from halflife.hf.cache import HalflifeCache
 from halflife.hf.config import HalflifeConfig
 from halflife.hf.model import HalflifeModel, HalflifePreTrainedModel
 from halflife.models import LanguageModel, checkpoint
@@ -54,7 +53,7 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, GenerationMixin):
         """Load the model that `halflife.models.checkpoint.save` wrote into a folder, in evaluation mode."""
         return cls.of(checkpoint.load(folder, device)).eval()
 
-    def language_model(self) -> LanguageModel:
+    def to_halflife(self) -> LanguageModel:
         """Return a `LanguageModel` that shares the parameters, for the other tools of this library."""
         with torch.device("meta"):
             model = LanguageModel(self.config.model_config())
@@ -70,7 +69,7 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: HalflifeCache | None = None,
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,

@@ -14,6 +14,16 @@ FIELDS = {
     "tie_word_embeddings": "tie_embeddings", "initializer_range": "initializer_range",
 }  # fmt: skip
 
+AUTO_FILE = "halflife_model"  # the module beside a saved model with an `auto_map`
+# Set as `config.auto_map` before `save_pretrained`, it lets programs open the folder that never import this package.
+AUTO_MAP = {
+    "AutoConfig": f"{AUTO_FILE}.HalflifeConfig",
+    "AutoModel": f"{AUTO_FILE}.HalflifeModel",
+    "AutoModelForCausalLM": f"{AUTO_FILE}.HalflifeForCausalLM",
+    "AutoModelForSequenceClassification": f"{AUTO_FILE}.HalflifeForSequenceClassification",
+    "AutoModelForTokenClassification": f"{AUTO_FILE}.HalflifeForTokenClassification",
+}
+
 
 def _field(name: str) -> property:
     def write(config: HalflifeConfig, value: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from halflife import layers
+from halflife.files import write_text
 from halflife.hf import weight_decay
 from halflife.hf.block import HalflifeBlock, run
 from halflife.hf.cache import HalflifeCache
-from halflife.hf.config import HalflifeConfig
+from halflife.hf.config import AUTO_FILE, HalflifeConfig
 from halflife.hf.sequences import boundaries, check_others
 from halflife.models import LanguageModel
 from halflife.models.lm import Backbone, ModelState
@@ -36,6 +39,17 @@ class HalflifePreTrainedModel(PreTrainedModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         weight_decay.watch(self)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does. With `config.auto_map = halflife.hf.AUTO_MAP`, a file beside imports this package.
+
+        Programs that never import `halflife.hf` can then open the folder with `trust_remote_code=True`.
+        """
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self.config.auto_map:
+            names = sorted(path.partition(".")[2] for path in self.config.auto_map.values())
+            text = f"# pip install 'halflife-lm[train]'\nfrom halflife.hf import {', '.join(names)}  # noqa: F401\n"
+            write_text(Path(save_directory) / f"{AUTO_FILE}.py", text)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -84,7 +98,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: HalflifeCache | None = None,
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -104,7 +118,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
             input_ids: token ids `[B, T]`.
             attention_mask: `[B, T]`, or `[B, seen + T]` if earlier tokens were read; 0 at padding, which has no effect.
             position_ids: `[B, T]`, which rise by one within a sequence; where they do not rise, another one begins.
-            past_key_values: cache that the previous call returned. It is not modified.
+            past_key_values: the `HalflifeCache` that the previous call returned. It is not modified.
             inputs_embeds: embeddings `[B, T, D]` instead of input_ids.
             use_cache: whether to return the state. By default `config.use_cache`, but False in training mode.
             output_hidden_states: whether to return the input of each block and the output of the last norm, which are

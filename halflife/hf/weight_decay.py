@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from halflife.models.lm import without_weight_decay
+from halflife.models.parameters import without_weight_decay
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
