@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: native demo test slow faults test-oldest test-newest coverage lint format docs bench gpu dist constraints
+.PHONY: native demo test slow doors faults test-oldest test-newest coverage lint format docs bench gpu dist constraints
 .PHONY: chromium clean
 
 # The stamps are newer than these files once everything that they name is installed.
@@ -34,7 +34,7 @@ chromium:
 PYTEST := pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Tests start a hundred Python processes. Each would compile the package anew where the environment forbids bytecode.
-test slow faults test-oldest test-newest coverage: export PYTHONDONTWRITEBYTECODE :=
+test slow doors faults test-oldest test-newest coverage: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST)
@@ -46,6 +46,10 @@ $(VENV)/installed-slow: $(VENV)/installed-dev
 
 slow: $(VENV)/installed-slow chromium native
 	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
+
+# What people do with models of transformers, with the real libraries. The last lines say how much of it works.
+doors: $(VENV)/installed-slow native
+	$(BIN)/python -m $(PYTEST) -m 'slow or not slow' tests/doors
 
 # Kills, damaged files, limits and foreign input. The last line says how many faults were survived.
 faults: $(VENV)/installed-dev native

@@ -19,7 +19,6 @@ from halflife.layers.tpe import Toeplitz
 from halflife.models.config import ModelConfig
 from halflife.models.loss import logits_of
 from halflife.packing import Packing
-from halflife.precision import Float32Module
 
 ModelState = tuple[State, ...]
 
