@@ -226,7 +226,8 @@ WRONG = [
     (
         lambda folder: edit(folder / "config.json", model_type="gpt2"),
         ValueError,
-        "gla, gated_deltanet, kda, qwen3_5_text, qwen3_5, olmo_hybrid, mamba2, mamba3, rwkv7",
+        "gla, gated_deltanet, kda, delta_net, gated_deltaproduct, comba, retnet, qwen3_5_text, qwen3_5, olmo_hybrid, "
+        "mamba2, mamba3, rwkv7",
     ),
     (lambda folder: edit(folder / "config.json", format=1), ValueError, "already"),
     (no_weights, FileNotFoundError, r"model\.safetensors is missing"),

@@ -203,7 +203,11 @@ def test_folders(tmp_path):
 
 @cases(
     "name, options, message",
-    ("mamba2", {}, "fla has models for mixers gla, gated_deltanet, kda, mamba3, rwkv7; this one has 'mamba2'"),
+    (
+        "mamba2",
+        {},
+        "for mixers gla, gated_deltanet, kda, deltanet, deltaproduct, comba, retnet, mamba3, rwkv7; this .* 'mamba2'",
+    ),
     ("gated_deltanet+post", {}, "fla's gated_deltanet has Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
     ("gated_deltanet", {"mlp": "koopman"}, "fla's gated_deltanet has mlp 'swiglu'; this model has 'koopman'"),
     ("mamba3", {"mlp": "none"}, "rates that depend on the input .rate_floor.*this model has rate_floor None"),

@@ -227,7 +227,7 @@ class LinearMixer(DecayGate, HasMemory):
             k = shared_key.to(q.dtype)
             k = torch.cat([k, k], -1) if self.position == "rope" else k
         q = self.update.query(self, q, k)
-        if self.unit_keys:
+        if self.unit_keys and not self.update.norms_apart:
             q, k = (l2_normalize(x, backend=self.pass_backend) for x in (q, k))
         if self.position == "rope":
             q, k = rotary(q, k, position, backend=self.pass_backend)

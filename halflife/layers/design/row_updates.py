@@ -14,6 +14,7 @@ from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import State
 from halflife.layers.parts import ShortConv
 from halflife.ops import ridge_attention
+from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
 from halflife.precision import Float32Module, inverse_softplus_of
 
@@ -46,10 +47,16 @@ class Feedback(Update):
 
     Attributes:
         correction: initial d. The authors suggest 0.02 for small models.
+        normalize_feedback: whether p is L2-normalised in the state, as in fla's layer, which cancels σ(b) there.
     """
 
     name = "feedback"
     correction: float = 1.0
+    normalize_feedback: bool = False
+
+    @property
+    def norms_apart(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.normalize_feedback
 
     def add_maps(self, block: Block, hidden_size: int) -> None:
         block.feedback = FeedbackShare(block.num_heads, self.correction)
@@ -59,8 +66,12 @@ class Feedback(Update):
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         x, q, k, v, *_ = tokens
-        beta = self.strength(block, x).unsqueeze(-1)
-        read = -block.feedback()[0] * beta * k
+        beta, share = self.strength(block, x).unsqueeze(-1), block.feedback()[0]
+        if self.normalize_feedback:
+            q, p, k = (l2_normalize(part, backend=block.pass_backend) for part in (q, share * k, k))
+        else:
+            p = share * k
+        read = -beta * p
         q, written, read, k = (part.to(v.dtype) for part in (q, beta * k, read, k))  # autocast leaves some in float32
         return by_dplr(block, tokens, q, written, v, read, k)
 

@@ -120,7 +120,7 @@ class Comba(LinearMixer):
     The state is read before it decays, as in the paper, in fla's kernels and in `naive_chunk_comba`. (fla's
     `naive_recurrent_comba` reads it after the decay.) `ops.dplr` computes it with `a = −β p` and `b = k`. As in fla's
     layer, the L2 norm of the query comes after its correction. fla's layer also normalises p, which cancels σ(b) in the
-    state. Here p is a fraction of the normalised key, as in the equation.
+    state (`normalize_feedback=True`). By default p is a fraction of the normalised key, as in the equation.
     The output is `(RMSNorm(o) ⊙ σ(x W)) W_o` with the norm over each head. e^A starts uniform in [0, 16].
     """
 

@@ -46,6 +46,7 @@ class Update:
         unit_keys: whether queries and keys must have norm 1.
         steps: the number of steps of a token, each with its key, value and strength.
         stretch_gain: whether PoST stretches what is written.
+        norms_apart: whether the update itself normalises queries and keys.
 
     Attributes:
         allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
@@ -58,6 +59,7 @@ class Update:
     unit_keys = True
     steps = 1
     stretch_gain = False
+    norms_apart = False
     allow_neg_eigval: bool = False
 
     def chosen(self, vector: bool) -> Update:

@@ -10,6 +10,10 @@
 | gated_deltanet | fla | import, export | mixer "gated_deltanet", SwiGLU |
 | rwkv7 | fla (also the author's `.pth`) | import, export | mixer "rwkv7" and its channel mix |
 | kda | fla | import, export | mixer "kda", SwiGLU |
+| delta_net | fla | import, export | mixer "deltanet", SwiGLU |
+| gated_deltaproduct | fla | import, export | mixer "deltaproduct", SwiGLU |
+| comba | fla | import, export | mixer "comba" with `normalize_feedback`, SwiGLU |
+| retnet | fla | import, export | mixer "retnet" with the decays of its paper, SwiGLU |
 | mamba3 | fla | import, export | mixer "mamba3" with rates that depend on the input, no MLP |
 | qwen3_next, kimi_linear, falcon_h1, zamba2, … | transformers | import of one mixer | a layer, see `mixers` |
 
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
 from halflife.models import checkpoint
-from halflife.models.convert import fla, hybrids, mamba2, mamba3  # noqa: F401 (each registers its kinds)
+from halflife.models.convert import fla, fla_rows, hybrids, mamba2, mamba3  # noqa: F401 (each registers its kinds)
 from halflife.models.convert.files import load_layer, save_layer, write_model
 from halflife.models.convert.mixers import MIXERS, mixers, take_mixer
 from halflife.models.convert.rwkv7 import SUFFIX, from_rwkv7_pth, read_pth
@@ -108,9 +112,10 @@ def back_to(library: str, model: LanguageModel) -> tuple[dict[str, Any], dict[st
     """
     kind = model.config.mixer
     if library == "fla":
-        kinds = [name for name in SOURCES if SOURCES[name].library == "fla"]
-        if kind not in kinds:
-            raise ValueError(f"fla has models for mixers {', '.join(kinds)}; this one has {kind!r}")
+        names = {SOURCES[name].mixer or name: name for name in SOURCES if SOURCES[name].library == "fla"}
+        if kind not in names:
+            raise ValueError(f"fla has models for mixers {', '.join(names)}; this one has {kind!r}")
+        kind = names[kind]
     elif kind != "mamba2":
         kind = "qwen3_5_text" if model.config.norm == "rms_plus_one" else "olmo_hybrid"
     return SOURCES[kind].back(kind, model)

@@ -56,7 +56,7 @@ SPEED = {
 def _gla(config: Config) -> Parsed:
     s = settings(config, GLA, GLA_FIXED, NULLABLE)
     key, value = (divide(int(s.hidden_size * x), s.num_heads, "a head's size") for x in (s.expand_k, s.expand_v))
-    return s, _model("gla", s, {
+    return s, linear_model("gla", s, {
         "num_heads": s.num_heads, "head_dim": key, "value_dim": value,
         "conv_size": s.conv_size if s.use_short_conv else 0, "gate": "swish" if s.use_output_gate else "none",
         **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
@@ -69,8 +69,8 @@ def _gla_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     shared, rank, o = s.num_kv_heads or s.num_heads, s.gate_low_rank_dim, model.mixer_options
     norm = "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
     decays = heads(0, shared, o["head_dim"], s.num_heads // shared)
-    return _model_rules(model, [
-        *_qkv(s, model, s.num_heads, shared, shared),
+    return model_rules(model, [
+        *qkv(s, model, s.num_heads, shared, shared),
         copy("decay_proj.down.weight", "gk_proj.0.weight"),
         Rule("decay_proj.up.weight", (("gk_proj.1.weight", (shared * o["head_dim"], rank)),), decays),
         Rule("decay_proj.up.bias", (("gk_proj.1.bias", (shared * o["head_dim"],)),), decays),
@@ -100,8 +100,8 @@ def _gated_deltanet(config: Config) -> Parsed:
 
 
 def _gated_deltanet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
-    return _model_rules(model, [
-        *_qkv(s, model, s.num_heads, s.num_heads, model.mixer_options["num_heads"]),
+    return model_rules(model, [
+        *qkv(s, model, s.num_heads, s.num_heads, model.mixer_options["num_heads"]),
         copy("decay_proj.up.weight", "a_proj.weight"),
         copy("beta_proj.weight", "b_proj.weight"),
         copy("decay.A_log", "A_log"),
@@ -122,8 +122,8 @@ def _kda_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     number = model.mixer_options["num_heads"]
     names = {"decay_proj.down": "f_proj.0", "decay_proj.up": "f_proj.1", "beta_proj": "b_proj", "gate.down": "g_proj.0"}
     names |= {"gate.up": "g_proj.1", "gate.norm": "o_norm", "out_proj": "o_proj"}
-    return _model_rules(model, [
-        *_qkv(s, model, s.num_heads, s.num_heads, number),
+    return model_rules(model, [
+        *qkv(s, model, s.num_heads, s.num_heads, number),
         *(copy(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in names.items()),
         copy("gate.up.bias", "g_proj.1.bias"),
         copy("decay.A_log", "A_log", number),
@@ -143,13 +143,13 @@ def _describe_delta(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
 
 
 def _delta_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
-    return _model(mixer, s, {
+    return linear_model(mixer, s, {
         "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
         "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, **options,
     })  # fmt: skip
 
 
-def _model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
+def linear_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
     width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4) * 2 / 3) // 256) * 256
     return ModelConfig(
         name=mixer, vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers, mixer=mixer,
@@ -158,12 +158,12 @@ def _model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConf
     )  # fmt: skip
 
 
-def _qkv(s: SimpleNamespace, model: ModelConfig, *given: int) -> Iterator[Rule]:
+def qkv(s: SimpleNamespace, model: ModelConfig, *given: int) -> Iterator[Rule]:
     o = model.mixer_options
     return qkv_rules(s.hidden_size, given, (o["head_dim"], o["head_dim"], o["value_dim"]), o["conv_size"])
 
 
-def _model_rules(model: ModelConfig, mixer: Iterable[Rule]) -> Iterator[Rule]:
+def model_rules(model: ModelConfig, mixer: Iterable[Rule]) -> Iterator[Rule]:
     """Yield the rules of a model with SwiGLU, from those of its mixer."""
     mixer = list(mixer)
     yield copy("embedding.weight", "model.embeddings.weight")

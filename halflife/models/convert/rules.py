@@ -25,7 +25,8 @@ class Rule(NamedTuple):
     """One tensor of ours from the rows of others, `ours = cat(theirs)[index]`.
 
     A tensor of any number of axes counts as a matrix, whose rows are the entries of its first axis. Without an index
-    one tensor is copied. Without tensors of theirs ours is 0. A rule for a tensor that ours lacks is skipped.
+    one tensor is copied. Without tensors of theirs ours is `value`, or 0. A rule for a tensor that ours lacks is
+    skipped.
     """
 
     ours: str  # the name of our tensor
@@ -34,6 +35,7 @@ class Rule(NamedTuple):
     # the row of all of theirs that each row of ours is. A row that heads share is repeated.
     index: Tensor | None = None
     flat: bool = False  # whether the index counts single entries in place of rows
+    value: Tensor | None = None  # of a tensor that the other library computes
 
     def under(self, ours: str, theirs: str) -> Rule:
         """Return the rule with prefixes before its names."""
@@ -117,7 +119,7 @@ def convert_from(module: nn.Module, rules: Iterable[Rule], tensors: Tensors, pre
             new[rule.ours] = torch.zeros(shapes[rule.ours])
         else:
             parts = [tensors[name].reshape(shape) for name, shape in named]
-            x = _combine(rule, parts) if parts else torch.zeros(shapes[rule.ours], dtype=next(iter(new.values())).dtype)
+            x = _combine(rule, parts) if parts else _constant(rule, shapes, next(iter(new.values())).dtype)
             wider = torch.promote_types(x.dtype, torch.float32) if rule.ours in wide else x.dtype
             new[rule.ours] = x.to(wider).reshape(shapes[rule.ours])
     problems += [f"{name} is unknown" for name in tensors if name not in taken]
@@ -134,6 +136,13 @@ def _combine(rule: Rule, parts: list[Tensor]) -> Tensor:
     return torch.cat([part.reshape(part.numel() if rule.flat else len(part), -1) for part in parts])[rule.index]
 
 
+def _constant(rule: Rule, shapes: Mapping[str, Shape], dtype: torch.dtype) -> Tensor:
+    """A tensor of ours without tensors of theirs, in the model's dtype, or float32 if that is wider."""
+    if rule.value is None:
+        return torch.zeros(shapes[rule.ours], dtype=dtype)
+    return rule.value.to(torch.promote_types(dtype, torch.float32))
+
+
 def _problem(tensors: Tensors, name: str, shape: Shape) -> str | None:
     """Say what is wrong with a tensor of the other library."""
     if name not in tensors:
@@ -147,11 +156,17 @@ def _problem(tensors: Tensors, name: str, shape: Shape) -> str | None:
 def convert_back(rules: Iterable[Rule], state: Tensors) -> dict[str, Tensor]:
     """Return the other library's tensors from a state dict of ours.
 
-    It is a ValueError, which names the tensor, if rows differ that the other library shares between heads.
+    It is a ValueError, which names the tensor, if rows differ that the other library shares between heads, or a tensor
+    has other values than those that the other library computes.
     """
     back: dict[str, Tensor] = {}
-    for ours, theirs, index, flat in rules:
+    for ours, theirs, index, flat, value in rules:
         if ours not in state:
+            continue
+        if not theirs:
+            fixed = torch.zeros(()) if value is None else value
+            if not torch.equal(state[ours].float(), fixed.to(state[ours].device).float().expand_as(state[ours])):
+                raise ValueError(f"{ours} has other values than the fixed ones of the other library")
             continue
         shapes = [shape or tuple(state[ours].shape) for _, shape in theirs]
         if index is None:

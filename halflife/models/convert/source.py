@@ -50,6 +50,7 @@ class Source:
     read: Callable[[Tensors], Tensors] = join_convolutions  # tensors of a checkpoint → those that the rules name
     # the tensors that the rules name → those of a checkpoint
     write: Callable[[Tensors], dict[str, Tensor]] = split_convolutions
+    mixer: str | None = None  # our mixer, if it has another name than the kind
 
     def __call__(self, config: Config, tensors: Tensors) -> Converted:
         """Return our configuration and state dict; ValueError if a setting or a tensor does not fit."""

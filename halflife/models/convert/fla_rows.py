@@ -1,0 +1,193 @@
+"""Conversion of fla's DeltaNet, DeltaProduct, Comba and RetNet, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from halflife.decay.retnet import PaperRetNetDecay
+from halflife.layers.parts import FEATURE_MAPS
+from halflife.models.config import ModelConfig
+from halflife.models.convert.fla import DEFAULTS, FIXED, NULLABLE, SPEED, Parsed, linear_model, model_rules, qkv
+from halflife.models.convert.rules import Rule, copy, divide, heads, qkv_rules, shared_heads
+from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
+from halflife.models.lm import LanguageModel
+
+DELTA_NET = {
+    **DEFAULTS, "num_hidden_layers": 24, "num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_gate": False,
+    "allow_neg_eigval": False,
+}  # fmt: skip
+PRODUCT = {
+    **DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "head_dim": 256, "expand_v": 2.0, "use_output_gate": True,
+    "use_forget_gate": False, "allow_neg_eigval": False, "num_householder": 1,
+}  # fmt: skip
+COMBA = {
+    **DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0,
+    "use_output_gate": True, "correction_factor": 1.0,
+}  # fmt: skip
+RETNET = {
+    **DEFAULTS, "num_hidden_layers": 24, "num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0,
+    "hidden_ratio": 2.0, "use_output_gate": True, "fuse_norm": True,
+}  # fmt: skip
+
+WHOLE = {**FIXED, "attnres_block_size": (None,)}  # without residuals over blocks of layers
+CONVOLVED = {**WHOLE, "use_short_conv": (True,)}
+DELTA_NET_FIXED = {**CONVOLVED, "use_beta": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)}
+# fla's models of Comba and RetNet do not pass these settings on to their layers.
+COMBA_FIXED = {**CONVOLVED, "use_inner_decay": (True,), "use_output_correction": (True,)}
+RETNET_FIXED = {
+    **WHOLE, "use_short_conv": (False,), "feature_map": (None, "swish", *FEATURE_MAPS), "elementwise_affine": (True,),
+}  # fmt: skip
+
+
+def _read(config: Config, defaults: Config, fixed: Any, *more: str) -> SimpleNamespace:
+    known_keys(config, {*defaults, *fixed, *SPEED, *more})
+    return settings(config, defaults, fixed, NULLABLE)
+
+
+def _sizes(s: SimpleNamespace) -> dict[str, int]:
+    """The sizes of a head, where the settings give those of all heads together."""
+    key, value = (divide(s.hidden_size * x, s.num_heads, "a head's size") for x in (s.expand_k, s.expand_v))
+    return {"num_heads": s.num_heads, "head_dim": key, "value_dim": value}
+
+
+def _gate(gated: bool, activation: str = "swish") -> str:
+    return activation if gated else "none"
+
+
+def _output(gated: bool, norm: str = "o_norm") -> Iterator[Rule]:
+    yield copy("gate.proj.weight", "g_proj.weight")
+    yield copy("gate.norm.weight" if gated else "gate.weight", f"{norm}.weight")
+    yield copy("out_proj.weight", "o_proj.weight")
+
+
+DECAY = (copy("decay_proj.up.weight", "a_proj.weight"), copy("decay.A_log", "A_log"), copy("decay.dt_bias", "dt_bias"))
+STRENGTH = copy("beta_proj.weight", "b_proj.weight")
+
+
+def _expanded(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
+    """The settings of a model whose sizes count all heads together."""
+    one, hidden = mixers[0], model.config.hidden_size
+    return {
+        "num_heads": one.num_heads, "expand_k": one.num_heads * one.head_dim / hidden,
+        "expand_v": one.num_heads * one.value_dim / hidden, **_common(model, one),
+    }  # fmt: skip
+
+
+def _common(model: LanguageModel, one: Any) -> dict[str, Any]:
+    return {
+        "use_short_conv": one.conv is not None, "conv_size": one.conv.size if one.conv else 4, "attn": None,
+        "hidden_act": "swish", "fuse_norm": True, "norm_eps": model.config.norm_eps,
+    }  # fmt: skip
+
+
+def _delta_net(config: Config) -> Parsed:
+    s = _read(config, DELTA_NET, DELTA_NET_FIXED, "use_output_norm")
+    return s, linear_model("deltanet", s, {
+        **_sizes(s), "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, "gate": _gate(s.use_gate),
+    })  # fmt: skip
+
+
+def _delta_net_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    number = s.num_heads
+    return model_rules(model, [*qkv(s, model, number, number, number), STRENGTH, *_output(s.use_gate)])
+
+
+def _describe_delta_net(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
+    one = mixers[0]
+    return {
+        **_expanded(model, mixers), "use_gate": hasattr(one.gate, "proj"), "use_beta": True, "qk_norm": "l2",
+        "qk_activation": "silu", "allow_neg_eigval": one.update.allow_neg_eigval,
+    }  # fmt: skip
+
+
+def _product(config: Config) -> Parsed:
+    s = _read(config, PRODUCT, CONVOLVED)
+    return s, linear_model("deltaproduct", s, {
+        "num_heads": s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
+        "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, "num_householder": s.num_householder,
+        "gate": _gate(s.use_output_gate), **({} if s.use_forget_gate else {"decay": None}),
+    })  # fmt: skip
+
+
+def _product_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    o, steps = model.mixer_options, s.num_householder
+    # The keys and values of the steps of a token lie side by side in both.
+    sizes = (o["head_dim"], steps * o["head_dim"], steps * o["value_dim"])
+    joint = qkv_rules(s.hidden_size, (s.num_heads,) * 3, sizes, s.conv_size)
+    return model_rules(model, [*joint, STRENGTH, *DECAY, *_output(s.use_output_gate)])
+
+
+def _describe_product(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
+    one = mixers[0]
+    return {
+        "num_heads": one.num_heads, "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim,
+        **_common(model, one), "use_output_gate": hasattr(one.gate, "proj"), "use_forget_gate": one.decay is not None,
+        "allow_neg_eigval": one.update.allow_neg_eigval, "num_householder": one.update.num_householder,
+    }  # fmt: skip
+
+
+def _comba(config: Config) -> Parsed:
+    s = _read(config, COMBA, COMBA_FIXED)
+    return s, linear_model("comba", s, {
+        "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
+        "conv_size": s.conv_size, "gate": _gate(s.use_output_gate, "sigmoid"), "normalize_feedback": True,
+        "correction": float(s.correction_factor),
+    })  # fmt: skip
+
+
+def _comba_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    number = model.mixer_options["num_heads"]
+    shared = heads(0, s.num_heads, 1, divide(number, s.num_heads, "heads that share a key or a value"))
+    return model_rules(model, [
+        *qkv(s, model, s.num_heads, s.num_heads, number), STRENGTH, *DECAY, *_output(s.use_output_gate),
+        Rule("feedback.share", (("decay", (s.num_heads,)),), shared),
+        Rule("feedback.output", (("D", (s.num_heads,)),), shared),
+    ])  # fmt: skip
+
+
+def _describe_comba(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
+    one, shares = mixers[0], [x for mixer in mixers for x in (mixer.feedback.share, mixer.feedback.output)]
+    return {
+        "num_heads": one.num_heads // shared_heads(mixers, slice(0, 2), shares), "num_v_heads": one.num_heads,
+        "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, **_common(model, one),
+        "use_output_gate": hasattr(one.gate, "proj"), "use_inner_decay": True, "use_output_correction": True,
+        "correction_factor": one.feedback.correction,
+    }  # fmt: skip
+
+
+def _retnet(config: Config) -> Parsed:
+    s = _read(config, RETNET, RETNET_FIXED)
+    return s, linear_model("retnet", s, {
+        **_sizes(s), "decay": "retnet_paper", "conv_size": 0, "gate": _gate(s.use_output_gate),
+        **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
+    })  # fmt: skip
+
+
+def _retnet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    shared = s.num_kv_heads or s.num_heads
+    norm = "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
+    return model_rules(model, [
+        *qkv(s, model, s.num_heads, shared, shared), *_output(s.use_output_gate, norm),
+        Rule("decay.log_rate", (), value=PaperRetNetDecay(num_heads=s.num_heads, head_dim=1).rates().log()),
+    ])  # fmt: skip
+
+
+def _describe_retnet(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
+    one, feature_map = mixers[0], model.config.mixer_options.get("feature_map")
+    return {
+        **_expanded(model, mixers), "num_kv_heads": one.num_heads // shared_heads(mixers, slice(1, 3)),
+        "use_output_gate": hasattr(one.gate, "proj"), "feature_map": None if feature_map == "none" else feature_map,
+        "elementwise_affine": True,
+    }  # fmt: skip
+
+
+SOURCES.add("delta_net")(
+    Source("fla's delta_net", "fla", _delta_net, _delta_net_rules, _describe_delta_net, mixer="deltanet")
+)
+SOURCES.add("gated_deltaproduct")(
+    Source("fla's gated_deltaproduct", "fla", _product, _product_rules, _describe_product, mixer="deltaproduct")
+)
+SOURCES.add("comba")(Source("fla's comba", "fla", _comba, _comba_rules, _describe_comba))
+SOURCES.add("retnet")(Source("fla's retnet", "fla", _retnet, _retnet_rules, _describe_retnet))
