@@ -80,8 +80,12 @@ class Form:
         return {**first, "top_logprobs": top}
 
     def _name(self, token: int) -> str:
-        """Return a token's text. Tokens that are no whole characters would share a text, so they get their id."""
-        text = self.tokenizer.decode([token])
+        """Return a token's text behind other text, with its space, so that names of tokens join to the answer.
+
+        Tokens that are no whole characters would share a text, so they get their id.
+        """
+        alone, twice = self.tokenizer.decode([token]), self.tokenizer.decode([token, token])
+        text = twice[len(alone) :]
         return f"token_id:{token}" if not text or REPLACED in text else text
 
 

@@ -157,6 +157,16 @@ def test_what_precedes_a_text_is_known_behind_any_number_of_special_tokens(kind,
         assert written(tokenizer, reads, new, tmp_path) == right(tokenizer, [*chain(*reads)], new)
 
 
+@pytest.mark.parametrize("kind", ["SentencePiece BPE", "Metaspace", "unigram", "WordPiece", "byte-level BPE", "bytes"])
+def test_the_names_of_tokens_join_to_the_answer(kind):
+    tokenizer = tokenizer_of(kind)
+    new = [65, 66, 65, 32] if kind == "bytes" else [6, 7, 8, 7, 4]
+    with TestClient(build(Engine(decided(new, tokenizer.vocab_size), tokenizer), "tiny")) as client:
+        body = {"prompt": new[:2], "max_tokens": len(new), "temperature": 0, "logprobs": 0}
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
 @pytest.mark.parametrize("end", [False, True])
 def test_a_byte_tokenizer_is_saved_as_transformers_saves_its_own(end, tmp_path, monkeypatch):
     """Into a folder by its name, which is made."""
