@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_raises
+from torch import nn
 
 from halflife import LanguageModel, preset
 from halflife.evaluation.language import by_position, document_loss
@@ -212,3 +213,32 @@ def test_evaluation(monkeypatch):
     expected = measured()
     monkeypatch.setattr(loss, "LOGITS", 3 * 32)
     torch.testing.assert_close(measured(), expected, rtol=1e-6, atol=1e-6)
+
+
+class Adapted(nn.Module):
+    """A head in the place of a linear map, as libraries of adapters put it."""
+
+    def __init__(self, map):
+        super().__init__()
+        self.base_layer, self.out_features, self.shift = map, map.out_features, nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        return self.base_layer(x) + self.shift
+
+
+@pytest.mark.parametrize("kind", ["plain", "hooked", "adapted"])
+def test_heads_that_are_modules(chunks, kind):
+    """A head that is more than its weight is called, once a chunk, and its parameters get gradients."""
+    hidden, weight, labels = tensors(7, torch.float32)
+    map = nn.Linear(5, 32, bias=False)
+    map.weight = nn.Parameter(weight.detach())
+    head = Adapted(map) if kind == "adapted" else map
+    if kind == "hooked":
+        map.register_forward_hook(lambda module, inputs, y: 2 * y)
+    expected, parameters = F.cross_entropy(head(hidden), labels), [hidden, *head.parameters()]
+    gradients = torch.autograd.grad(expected, parameters)
+    found = mean_loss(hidden, head, labels)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, parameters), gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(token_losses(hidden, head, labels).mean(), expected.detach())

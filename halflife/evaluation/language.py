@@ -49,7 +49,7 @@ def _losses(model: LanguageModel, ids: Tensor, labels: Tensor) -> Iterator[Tenso
     device, state = model.embedding.weight.device, None
     for piece, expected in zip(ids.split(PIECE, 1), labels.split(PIECE, 1), strict=True):
         hidden, state = model.hidden(piece.to(device), state)
-        flat = token_losses(hidden.flatten(0, 1), model.head_weight, expected.to(device).flatten())
+        flat = token_losses(hidden.flatten(0, 1), model.head_or_weight, expected.to(device).flatten())
         yield flat.view(expected.shape).cpu()
 
 
@@ -104,7 +104,7 @@ def _document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Ten
             bounds = torch.tensor([0, *(len(document) for document in pack)]).cumsum(0, dtype=torch.int32)
             device = model.embedding.weight.device
             hidden, _ = model.hidden(ids.unsqueeze(0).to(device), cu_seqlens=bounds.to(device))
-            losses = token_losses(hidden[0], model.head_weight, labels.to(device))
+            losses = token_losses(hidden[0], model.head_or_weight, labels.to(device))
         nats += losses.double().sum().item()
         tokens += int((labels >= 0).sum())
     return DocumentLoss(nats, tokens, count)

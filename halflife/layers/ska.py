@@ -259,7 +259,10 @@ class SKA(DecayGate):
         if self.lift == "none":
             return x
         features = clebsch_gordan(x.to(compute_dtype(x)))
-        return features if self.phi is None else self.phi(features.to(dtype)).to(features.dtype)
+        if self.phi is None:
+            return features
+        rows = features.to(dtype).flatten(1, 2)  # libraries of adapters read an input of four axes as an image
+        return self.phi(rows).unflatten(1, features.shape[1:3]).to(features.dtype)
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], mask: Tensor | None, state: State | None,

@@ -268,9 +268,9 @@ class LanguageModel(Backbone):
         return logits_of(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
 
     @property
-    def head_weight(self) -> Tensor:
-        """The weight of the output head, `[vocab_size, D]`; that of the embedding if they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+    def head_or_weight(self) -> nn.Module | Tensor:
+        """The output head, as `models.loss` takes it; if it is tied, the weight of the embedding `[vocab_size, D]`."""
+        return self.embedding.weight if self.head is None else self.head
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head is counted once."""

@@ -6,6 +6,7 @@ functions here hold the logits of one chunk of tokens. A chunk's part of the gra
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from halflife.ops.linear import is_fast
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
@@ -45,9 +47,9 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
             adapter or a quantised map) is called, and its logits are computed again in the backward pass.
         labels: `[N]`, int64, none of them ignored.
     """
-    if isinstance(head, nn.Module) and not _is_plain(head):
+    weight = _plain_weight(head)
+    if weight is None:
         return _recomputed_loss(hidden, head, labels)
-    weight: Any = head.weight if isinstance(head, nn.Module) else head
     if len(hidden) * len(weight) <= LOGITS:
         return F.cross_entropy(_wide(logits_of(hidden, weight)), labels)
     device = hidden.device.type
@@ -58,39 +60,39 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
     return loss
 
 
-def _is_plain(head: nn.Module) -> bool:
-    """Whether a module is `x Wᵀ` and nothing else."""
+def _plain_weight(head: Tensor | nn.Module) -> Tensor | None:
+    """The weight W of a head that is `x Wᵀ` and nothing else, or None for a head that must be called."""
+    if isinstance(head, Tensor):
+        return head
     hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
-    accelerated = "forward" in vars(head)  # accelerate replaces the method of the object
-    return (
-        type(head) is nn.Linear
-        and head.bias is None
-        and type(head.weight) is nn.Parameter
-        and not (hooks or accelerated)
-    )
+    # accelerate replaces the method of the object; so does `fast_linears`, which changes nothing.
+    replaced = "forward" in vars(head) and not is_fast(head)
+    plain = type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter
+    return head.weight if plain and not (hooks or replaced) else None
 
 
-def _recomputed_loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+def _recomputed_loss(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
     """The mean loss for any head, which is called once a chunk of tokens, and again in the backward pass."""
 
     def part(hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(_wide(head(hidden)), labels, reduction="sum")
 
-    rows = max(1, LOGITS // getattr(head, "out_features", 1 << 17))
+    rows = _rows(head)
     chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
     sums = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(sums).sum() / len(hidden)
 
 
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def token_losses(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tensor:
     """Return the cross-entropy `[N]` of each token, 0 where the label is −100; for use without gradients.
 
     Shapes are those of `mean_loss`.
     """
-    rows = _rows(weight)
+    weight = _plain_weight(head)
+    read: Any = head if weight is None else partial(logits_of, weight=weight)
+    rows = _rows(head)
     pairs = zip(hidden.split(rows), labels.split(rows), strict=True)
-    losses = [F.cross_entropy(_wide(logits_of(h, weight)), y, reduction="none", ignore_index=IGNORED) for h, y in pairs]
-    return torch.cat(losses)
+    return torch.cat([F.cross_entropy(_wide(read(h)), y, reduction="none", ignore_index=IGNORED) for h, y in pairs])
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -98,9 +100,9 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _rows(weight: Tensor) -> int:
+def _rows(head: Tensor | nn.Module) -> int:
     """The tokens of a chunk."""
-    return max(1, LOGITS // len(weight))
+    return max(1, LOGITS // (len(head) if isinstance(head, Tensor) else getattr(head, "out_features", 1 << 17)))
 
 
 class ChunkedLoss(torch.autograd.Function):

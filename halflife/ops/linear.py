@@ -41,6 +41,11 @@ def fast_linears(model: nn.Module) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
+def is_fast(module: nn.Module) -> bool:
+    """Whether `fast_linears` has replaced the `forward` of this module."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward
+
+
 def _forward(self: nn.Linear, input: Tensor) -> Tensor:
     weight = self.weight
     if (

@@ -68,7 +68,7 @@ class Objective(nn.Module):
         if carried is not None:
             self.carried.after(carried, after)
         scored = labels != IGNORED
-        loss = mean_loss(hidden[scored], self.model.head_weight, labels[scored])
+        loss = mean_loss(hidden[scored], self.model.head_or_weight, labels[scored])
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
 
