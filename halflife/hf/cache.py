@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from halflife.models.lm import ModelState
 from halflife.models.states import changed
+
+Tokens = tuple[Tensor, Tensor | None]  # ids `[B, T]` or embeddings `[B, T, D]`, and their mask `[B, T]`
 
 
 class HalflifeCache:
@@ -14,25 +18,63 @@ class HalflifeCache:
     A forward pass returns a new cache and does not modify its input. The methods change this object, never its tensors.
 
     Args:
-        state: the model's state, one row for each sequence.
+        state: the model's state, one row for each sequence; None before the first token.
         seen: columns of the batch that the model has read, padding included; None means the longest sequence's tokens.
+        static: whether `generate` may compile the forward pass, as with a static cache of transformers.
+
+    Attributes:
+        unread: the tokens that the state has not read, though they are in `seen`; the next forward pass reads them
+            first. It is empty unless `crop` returned to an earlier state.
+        prompt: columns of the ids of `generate` that have been read, if `generate` read them before it began to decode.
     """
 
-    is_compileable = False
-    is_croppable = False  # a recurrent state cannot forget its last tokens
+    is_croppable = False  # only after `activate_past_recording`
 
-    def __init__(self, state: ModelState, seen: int | None = None) -> None:
-        self.state = state
-        self.seen = int(state[0]["position"].max()) if seen is None else seen
+    def __init__(self, state: ModelState | None = None, seen: int | None = None, *, static: bool = False) -> None:
+        self.state, self.is_compileable = state, static
+        self._columns = 0  # those beyond the tokens of the longest row
+        if seen is not None:
+            self.seen = seen
+        self.unread: list[Tokens] = []
+        self.prompt: int | None = None
+        # What `crop` needs: the columns and the state before forward passes, and all tokens since the first of them.
+        self._states: list[tuple[int, ModelState | None]] | None = None
+        self._tokens: list[Tokens] = []
+
+    @staticmethod
+    def check(cache: object) -> None:
+        """Check that past_key_values are of this kind, or None.
+
+        Raises:
+            TypeError: they are of another kind.
+        """
+        if cache is not None and not isinstance(cache, HalflifeCache):
+            raise TypeError(
+                "past_key_values must be the HalflifeCache that an earlier call returned, or None: a recurrent model "
+                f"has a state in the place of keys and values; got {type(cache).__name__}"
+            )
 
     def __len__(self) -> int:
-        """Return the number of layers."""
-        return len(self.state)
+        """Return the number of layers; 0 before the first token."""
+        return 0 if self.state is None else len(self.state)
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
-        return len(self.state[0]["position"])
+        """Rows of the batch; 0 before the first token."""
+        return 0 if self.state is None else len(self.state[0]["position"])
+
+    @property
+    def seen(self) -> int:
+        """Columns of the batch that the model has read, padding included."""
+        # A number of its own would change at each step, and a compiled forward pass would be compiled for each again.
+        return self._columns + self._longest()
+
+    @seen.setter
+    def seen(self, count: int) -> None:
+        self._columns = count - self._longest()
+
+    def _longest(self) -> int:
+        return 0 if self.state is None else int(self.state[0]["position"].max())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns of the batch that the model has read."""
@@ -40,14 +82,91 @@ class HalflifeCache:
 
     def copy(self) -> HalflifeCache:
         """Return another cache of the same state. The two share tensors, which are never modified."""
-        return HalflifeCache(self.state, self.seen)
+        other = HalflifeCache(self.state, static=self.is_compileable)
+        other._columns, other.prompt = self._columns, self.prompt
+        other.unread, other._tokens = [*self.unread], [*self._tokens]
+        other._states = None if self._states is None else [*self._states]
+        return other
+
+    def after(self, state: ModelState, tokens: Tokens, before: ModelState | None) -> HalflifeCache:
+        """Return the cache after a forward pass that read `tokens` and led from the state `before` to `state`."""
+        new = HalflifeCache(state, static=self.is_compileable)
+        if tokens[1] is None and not self.unread:
+            new._columns = self._columns
+        else:
+            new.seen = self.seen + tokens[0].shape[1]
+        if self._states is not None:
+            new._states, new._tokens = [*self._states, (self.seen, before)], [*self._tokens, tokens]
+        return new
+
+    @property
+    def recording(self) -> bool:
+        """Whether states are kept for `crop`."""
+        return self._states is not None
+
+    def activate_past_recording(self) -> None:
+        """Keep the state before each further forward pass, and its tokens, for `crop`."""
+        if self._states is None:
+            self._states = []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, and all earlier states that were kept for it.
+
+        The state becomes the last one that was kept before them. The next forward pass begins with the tokens between.
+
+        Args:
+            tokens_to_remove: their number as a negative number, or 0, as in transformers.
+
+        Raises:
+            RuntimeError: `activate_past_recording` was called too late or not at all.
+        """
+        if self._states is None or tokens_to_remove > 0:
+            raise RuntimeError(
+                "crop takes a negative number of tokens, after activate_past_recording and the forward passes that it "
+                f"undoes; got {tokens_to_remove}" + ("" if self._states is None else " while it records")
+            )
+        length = self.seen + tokens_to_remove
+        states = self._states if self.unread else [*self._states, (self.seen, self.state)]
+        kept = [x for x in states if x[0] <= length]
+        if not kept:
+            raise RuntimeError(f"the states before {states[0][0]} tokens were not kept; crop to {length} needs them")
+        (origin, _), (start, self.state) = kept[0], kept[-1]
+        self.unread = _part(self._tokens, start - origin, length - origin)
+        self._tokens = _part(self._tokens, 0, length - origin)
+        self._states, self.seen = [kept[0], kept[-1]], length
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`, in this order."""
-        self.state = changed(self.state, lambda x: x.index_select(0, indices.to(x.device)))
+        self._change(lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times (for beams and `num_return_sequences`)."""
-        self.state = changed(self.state, lambda x: x.repeat_interleave(repeats, 0))
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
 
     reorder_cache = batch_select_indices  # beam search calls it by this name
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to every tensor, rows first."""
+
+        def of(state: ModelState | None) -> ModelState | None:
+            return None if state is None else changed(state, change)
+
+        def tokens(parts: list[Tokens]) -> list[Tokens]:
+            return [(change(x), None if mask is None else change(mask)) for x, mask in parts]
+
+        seen = self.seen
+        self.state, self.unread, self._tokens = of(self.state), tokens(self.unread), tokens(self._tokens)
+        self.seen = seen
+        if self._states is not None:
+            self._states = [(seen, of(state)) for seen, state in self._states]
+
+
+def _part(tokens: list[Tokens], start: int, stop: int) -> list[Tokens]:
+    """Return the columns `start` to `stop` of all tokens after one another."""
+    parts, first = [], 0
+    for x, mask in tokens:
+        piece = slice(max(start - first, 0), max(stop - first, 0))
+        if x[:, piece].shape[1]:
+            parts.append((x[:, piece], None if mask is None else mask[:, piece]))
+        first += x.shape[1]
+    return parts

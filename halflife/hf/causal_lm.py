@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from halflife.hf.config import HalflifeConfig
+from halflife.hf.generation import HalflifeGenerationMixin
 from halflife.hf.model import HalflifeModel, HalflifePreTrainedModel
 from halflife.models import LanguageModel, checkpoint
 from halflife.models import loss as large
 from halflife.tasks import IGNORED
 
 
-class HalflifeForCausalLM(HalflifePreTrainedModel, GenerationMixin):
+class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
     """A `HalflifeModel` (`.model`) with a head (`.lm_head`).
 
     Args:
@@ -133,38 +133,3 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, GenerationMixin):
             return chosen.sum()  # a micro-batch without labels adds 0 to the sum over all
         loss = large.mean_loss(chosen, self.lm_head, target[scored])
         return loss if items is None else loss * (scored.sum() / items)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the first forward pass makes the cache
-
-    def _expand_inputs_for_generation(
-        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor | None, dict[str, Any]]:
-        past = kwargs.get("past_key_values")
-        if past is not None and expand_size > 1 and input_ids is not None and past.batch_size == len(input_ids):
-            past = kwargs["past_key_values"] = past.copy()
-            past.batch_repeat_interleave(expand_size)
-        expand = super()._expand_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return expand(expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs)
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        if next_sequence_length is not None and next_sequence_length < 1:
-            raise ValueError(
-                f"the state has read {kwargs['past_key_values'].seen} tokens, and the input has {input_ids.shape[1]}: "
-                "give the whole sequence, or only new tokens and an attention_mask that also covers the earlier ones"
-            )
-        mask = kwargs.get("attention_mask")
-        if kwargs.get("past_key_values") is None and mask is not None and not mask[:, -1:].all():
-            raise ValueError(
-                "the rows are padded on the right, where generate continues them; pad on the left "
-                "(tokenizer.padding_side = 'left')"
-            )
-        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return prepare(input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs)

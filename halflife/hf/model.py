@@ -30,7 +30,7 @@ class HalflifePreTrainedModel(PreTrainedModel):
     config_class = HalflifeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _is_stateful = True
+    _can_compile_fullgraph = True
     _no_split_modules = ["HalflifeBlock"]  # noqa: RUF012 (as the base class declares it)
     # Layers pass tensors to later layers in the dict `shared`. A copy by accelerate would lose what they write to it.
     _skip_keys_device_placement = ["shared"]  # noqa: RUF012
@@ -135,11 +135,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         check_others(kwargs)
         if self._option(output_attentions, "output_attentions"):
             raise ValueError("output_attentions: a recurrence has no attention weights")
-        if past_key_values is not None and not isinstance(past_key_values, HalflifeCache):
-            raise TypeError(
-                "past_key_values must be the HalflifeCache that an earlier call returned, or None: a recurrent model "
-                f"has a state in the place of keys and values; got {type(past_key_values).__name__}"
-            )
+        HalflifeCache.check(past_key_values)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -148,11 +144,12 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         rows = (tokens.shape[0], tokens.shape[1])
         bounds = boundaries(rows, mask, {**packed, "seq_idx": seq_idx, "position_ids": position_ids})
         trace: list[Tensor] | None = [] if self._option(output_hidden_states, "output_hidden_states") else None
-        hidden, state = self._run(tokens, past_key_values, mask, bounds, trace)
+        before = None if past_key_values is None else self.state_of(past_key_values)
+        hidden, state = self._run(tokens, before, mask, bounds, trace)
         cache = None
         if self._option(use_cache, "use_cache") and not (use_cache is None and self.training):
-            seen = 0 if past_key_values is None else past_key_values.seen
-            cache = HalflifeCache(state, seen + rows[1] if bounds is None else None)
+            past = HalflifeCache() if past_key_values is None else past_key_values
+            cache = HalflifeCache(state) if bounds is not None else past.after(state, (tokens, mask), before)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,  # pyright: ignore[reportArgumentType]
             past_key_values=cache,  # pyright: ignore[reportArgumentType]
@@ -176,10 +173,17 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         mask = attention_mask[:, attention_mask.shape[1] - length :].bool()
         return None if mask.all() else mask
 
+    def state_of(self, cache: HalflifeCache) -> ModelState | None:
+        """Return the state after all tokens of a cache, also after its `crop`; None if it has none."""
+        state = cache.state
+        for tokens, mask in cache.unread:
+            _, state = self._run(tokens, state, mask, None, None)
+        return state
+
     def _run(
         self,
         tokens: Tensor,
-        past: HalflifeCache | None,
+        state: ModelState | None,
         mask: Tensor | None,
         bounds: Tensor | None,
         trace: list[Tensor] | None,
@@ -202,8 +206,8 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
                 x = trace[-1].view(x.shape) if index is None else flat.index_select(0, index).unsqueeze(0)
             return run(block, x, before, packing, shared)
 
-        hidden, state = self.hidden(tokens, None if past is None else past.state, bounds, call=call)
+        hidden, new = self.hidden(tokens, state, bounds, call=call)
         hidden = rows(hidden)
         if trace is not None:
             trace.append(hidden)
-        return hidden, state
+        return hidden, new

@@ -1,0 +1,193 @@
+"""`generate` of transformers on a model with a state in the place of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMode
+
+from halflife.hf.cache import HalflifeCache
+from halflife.layers.ska import SKA
+from halflife.models.states import changed
+
+# A state is small and does not grow, so "static" differs from "dynamic" only in that `generate` may compile the model.
+CACHES = (None, "dynamic", "static")
+
+
+class HalflifeGenerationMixin(GenerationMixin):
+    """What `generate` calls before, between and after the forward passes of a `HalflifeForCausalLM`.
+
+    `PreTrainedModel.can_generate` looks for "GenerationMixin" in the names of the bases.
+    """
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `_prepare_cache_for_generation` makes another one
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "continuous batching of transformers stores keys and values in pages, and a recurrent model has none; "
+            "`halflife serve` batches requests continuously"
+        )
+
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        for name in ("assistant_early_exit", "use_mtp", "speculation_type"):
+            if getattr(generation_config, name, None):
+                raise ValueError(f"{name}: these models have no heads that draft tokens; give an assistant_model")
+        if generation_config.cache_implementation not in CACHES:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is for keys and values that grow; a "
+                f"state of constant size takes {', '.join(map(repr, CACHES))}"
+            )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            for module in self.modules():
+                if isinstance(module, SKA) and module.decode_refresh != module.options["refresh"]:
+                    raise ValueError(
+                        "this model decodes in another way than it reads several tokens (decode_refresh="
+                        f"{module.decode_refresh!r}), so assisted decoding would write another text"
+                    )
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        past, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        HalflifeCache.check(past)
+        if past is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = past = HalflifeCache(static=kind == "static")
+            if generation_config.is_assistant:
+                past.activate_past_recording()
+            return
+        if past is not None:  # the caller's object stays as it is
+            model_kwargs["past_key_values"] = past.copy()
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        past = kwargs.get("past_key_values")
+        if isinstance(past, HalflifeCache) and input_ids is not None and past.batch_size == len(input_ids):
+            past = kwargs["past_key_values"] = past.copy()
+            past.batch_repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        past = kwargs.get("past_key_values")
+        if next_sequence_length is None and past is not None and past.prompt is not None:
+            next_sequence_length = input_ids.shape[1] - past.prompt
+        _check_new(next_sequence_length, past, input_ids)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
+        )
+        mask, tokens = inputs.get("attention_mask"), inputs.get("inputs_embeds", inputs.get("input_ids"))
+        if mask is not None:
+            earlier = mask.shape[1] - tokens.shape[1]
+            if (
+                past is None or earlier in (0, past.seen) or past.recording
+            ):  # else it does not fit, which the model says
+                mask = inputs["attention_mask"] = mask[:, earlier:]
+                if mask.all():  # a compiled graph cannot ask that
+                    del inputs["attention_mask"]
+        return inputs
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        past = outputs.get("past_key_values")
+        if past is not None and past.is_compileable:  # CUDA graphs write their next results into the same memory
+            past.state = changed(past.state, lambda x: x.clone())
+        return super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)
+
+    def _prefill(
+        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        _check_side(model_kwargs)
+        past = model_kwargs.get("past_key_values")
+        if generation_config.is_assistant and past is not None and not past.seen:  # so that `crop` never rereads it
+            self._read(input_ids[:, :-1], input_ids.shape[1] - 1, generation_config, model_kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _assisted_decoding(
+        self, input_ids: Tensor, *, generation_config: GenerationConfig, inputs_tensor: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Verify all drafted tokens in one forward pass, whose state is replaced if some of them are wrong.
+
+        The state before the pass is kept, and the next pass begins with the accepted tokens. The prompt is read before,
+        so that its tokens are not among these.
+        """
+        _check_side(kwargs)
+        past = kwargs.get("past_key_values")
+        if past is not None:
+            past.activate_past_recording()
+            if "inputs_embeds" not in kwargs:
+                if kwargs.get("attention_mask") is None:  # or the assistant takes drafted tokens for padding
+                    kwargs["attention_mask"] = input_ids.new_ones(1, generation_config._mask_length)
+                new = _new_columns(input_ids, generation_config, kwargs)
+                if not generation_config.output_hidden_states:  # else they would be missing
+                    self._read(input_ids[:, :-1], new - 1, generation_config, kwargs)
+                    new = 1
+                kwargs["past_key_values"].prompt = input_ids.shape[1] - new
+                kwargs["attention_mask"] = kwargs["attention_mask"][:, -input_ids.shape[1] :]
+        out = super()._assisted_decoding(
+            input_ids, generation_config=generation_config, inputs_tensor=inputs_tensor, **kwargs
+        )
+        if isinstance(out, Tensor):
+            return out
+        out.past_key_values = HalflifeCache(self.model.state_of(out.past_key_values), out.past_key_values.seen)
+        return out
+
+    def _read(
+        self, input_ids: Tensor, count: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> None:
+        """Read the last `count` of the tokens, which the mask has one column more than."""
+        past, size = model_kwargs["past_key_values"], generation_config.prefill_chunk_size or count
+        given = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        for first in range(0, count, max(size, 1)):
+            part = slice(first - count, min(first + size - count, 0) or None)
+            others = {name: None if x is None else x[:, :-1][:, part] for name, x in given.items()}
+            past = self.model(
+                input_ids=input_ids[:, part], **others, past_key_values=past, use_cache=True, return_dict=True
+            ).past_key_values
+        model_kwargs["past_key_values"] = past
+
+
+def _new_columns(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    """Return the number of ids that the state has not read; the ids may be all or only the new ones."""
+    past, mask, length = model_kwargs["past_key_values"], model_kwargs.get("attention_mask"), input_ids.shape[1]
+    columns = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
+    if columns not in (length, past.seen + length):
+        raise ValueError(
+            f"attention_mask has {columns} columns; it must cover the {length} ids, or the {past.seen} tokens that the "
+            "state has read and these"
+        )
+    new = length - past.seen if columns == length else length
+    _check_new(new, past, input_ids)
+    return new
+
+
+def _check_new(count: int | None, past: HalflifeCache | None, input_ids: Tensor) -> None:
+    if count is not None and count < 1:
+        seen = 0 if past is None else past.seen
+        raise ValueError(
+            f"the state has read {seen} tokens, and the input has {input_ids.shape[1]}: give the whole sequence, or "
+            "only new tokens and an attention_mask that also covers the earlier ones"
+        )
+
+
+def _check_side(model_kwargs: dict[str, Any]) -> None:
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not mask[:, -1:].all():
+        raise ValueError(
+            "the rows are padded on the right, where generate continues them; pad on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
