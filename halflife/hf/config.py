@@ -74,6 +74,7 @@ class HalflifeConfig(PreTrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs.pop("num_attention_heads", None)  # `to_dict` writes it for other programs
         if model is None:
             model = {**preset("mamba2").to_dict(), **{FIELDS[name]: kwargs[name] for name in FIELDS if name in kwargs}}
         if not isinstance(model, ModelConfig | dict):
@@ -105,4 +106,5 @@ class HalflifeConfig(PreTrainedConfig):
         return ModelConfig.from_dict(self.model)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), **{name: self.model[field] for name, field in FIELDS.items()}}
+        read = {name: self.model[field] for name, field in FIELDS.items()}
+        return {**super().to_dict(), **read, "num_attention_heads": self.num_attention_heads}
