@@ -5,6 +5,7 @@
 | B      | batch: independent sequences (1 when sequences are packed)                 |
 | T      | tokens along the sequence (the sum of all lengths when packed)             |
 | H      | heads                                                                      |
+| G      | heads of queries and keys, each of which serves H / G heads in a row       |
 | K      | key and query size of a head: rows of the state                            |
 | V      | value size of a head: columns of the state                                 |
 | N      | sequences in a packed batch, or channels of a decay spectrum               |

@@ -147,6 +147,21 @@ def test_equals_the_token_loop(op, granularity, scale, with_state, on_a_cpu):
     assert_close(got, run_op(op, arguments, scale=scale, backend="reference"), TOLERANCE)
 
 
+@each_op
+@each_granularity
+def test_groups(op, granularity, machine):
+    """The gated delta rule takes them, if q and k have equally many; the other kernels would read other heads."""
+    machine()
+    call = call_of(op, granularity, heads=4)
+    for q, k in ((2, 2), (1, 4), (4, 2)):
+        given = call.with_tensors(q=call["q"][:, :, :q], k=call["k"][:, :, :k])
+        reason = fla.why_not(op, CUDA, given)
+        if op == "delta_rule" and granularity != "none" and q == k:
+            assert reason is None
+        else:
+            assert f"q and k have {q} and {k} for 4 of v" in reason
+
+
 @on_linux
 @each_op
 @each_granularity

@@ -55,6 +55,22 @@ def test_threads_change_no_bit(op, granularity, dtype, heads):
 
 @built
 @each_op
+@each_dtype
+@pytest.mark.parametrize("groups", [(1, 1), (2, 4)])
+def test_threads_change_no_bit_of_shared_gradients(op, dtype, groups):
+    """Two heads of a group are done in a row; one thread has all of them, or some, or a part of their chunks."""
+    arguments = rounded(op_inputs(op, "scalar", 70, batch=16, heads=4), dtype)
+    arguments |= {name: arguments[name][:, :, :count] for name, count in zip("qk", groups, strict=True)}
+    results = []
+    for count in (1, 2, 40):
+        with threads(count):
+            results.append(run_op(op, arguments, backend="native"))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+@built
+@each_op
 @each_granularity
 @each_dtype
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 80), (64, 64)])

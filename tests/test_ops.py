@@ -176,8 +176,9 @@ def test_autocast_changes_nothing(op, granularity, backend):
 @each_op
 @cases(
     "change, message",
-    ({"k": torch.zeros(1, 5, 2, 3)}, r"k must be \[B, T, H, K\] = \[1, 5, 2, 4\]; got \[1, 5, 2, 3\]"),
-    ({"q": torch.zeros(5, 2, 4)}, r"q must be \[B, T, H, K\]"),
+    ({"k": torch.zeros(1, 5, 2, 3)}, r"k must be \[B, T, G, K\] = \[1, 5, G, 4\], where .*; got \[1, 5, 2, 3\]"),
+    ({"k": torch.zeros(1, 5, 3, 4)}, r"k must be .*, where G divides H = 2; got \[1, 5, 3, 4\]"),
+    ({"q": torch.zeros(5, 2, 4)}, r"q must be \[B, T, G, K\]"),
     ({"v": torch.zeros(1, 4, 2, 3)}, "v must be"),
     ({"g": torch.zeros(1, 5, 1)}, "g must be None"),
     ({"g": torch.zeros(1, 5, 2, 3)}, "g must be None"),

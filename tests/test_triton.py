@@ -188,6 +188,18 @@ def test_many_heads_and_sequences(update):
     check(update, inputs(update, "gate_rank", 20, batch=2, heads=3), chunk_size=16)
 
 
+@crossed(strength=1, update=OP, mode=["scalar", "gate_rank"], shared=[(1, 1), (1, 2)])
+def test_groups(update, mode, shared):
+    """q and k with fewer heads than v: the results of repeated heads, and gradients that are sums over them."""
+    arguments = single(update, mode, 17, heads=2)
+    grouped = {**arguments, **{name: arguments[name][:, :, :count] for name, count in zip("qk", shared, strict=True)}}
+    repeated = {name: grouped[name].repeat_interleave(2 // count, 2) for name, count in zip("qk", shared, strict=True)}
+    got, want = run(update, grouped, chunk_size=16), expected({**grouped, **repeated})
+    for name, count in zip("qk", shared, strict=True):
+        want[f"d{name}"] = want[f"d{name}"].unflatten(2, (count, -1)).sum(3)
+    close(update, got, want)
+
+
 @crossed(strength=1, update=OP, mode=MODES, bounds=[(0, 5, 5, 38, 38), (0, 0, 0)])
 def test_packed(update, mode, bounds):
     """One boundary is inside a chunk. Empty sequences at the start, between and at the end keep their states."""

@@ -22,7 +22,7 @@ from halflife.ops.spec import define
 from halflife.packing import Packing
 
 define(
-    "delta_rule", q="B T H K", k="B T H K", v="B T H V", beta="B T H", g="B T H | B T H K | None", state="N H K V",
+    "delta_rule", q="B T G K", k="B T G K", v="B T H V", beta="B T H", g="B T H | B T H K | None", state="N H K V",
     log_decays=["g"],
 )  # fmt: skip
 
@@ -35,7 +35,8 @@ def delta_rule(
     """The delta rule: `S' = diag(e^{g_t}) S_{t−1}`, `S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ`, `o_t = S_tᵀ q_t · scale`.
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`; keys of norm 1 (or β‖k‖² < 2) keep the recurrence stable.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G). Keys of norm 1
+            (or β‖k‖² < 2) keep the recurrence stable.
         v: values `[B, T, H, V]`.
         beta: writing strength `[B, T, H]` in [0, 1], or in [0, 2] for negative eigenvalues of the transition.
         g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`. −inf erases the state; None is no decay.

@@ -23,7 +23,7 @@ from halflife.ops.spec import define
 from halflife.packing import Packing
 
 define(
-    "dplr", q="B T H K", k="B T H K", v="B T H V", a="B T H K", b="B T H K", g="B T H | B T H K | None",
+    "dplr", q="B T G K", k="B T G K", v="B T H V", a="B T H K", b="B T H K", g="B T H | B T H K | None",
     state="N H K V", log_decays=["g"],
 )  # fmt: skip
 
@@ -36,7 +36,7 @@ def dplr(
     """DPLR: `S_t = (diag(e^{g_t}) + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ`, `o_t = S_tᵀ q_t · scale`.
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G).
         v: values `[B, T, H, V]`.
         a, b: vectors of the correction `[B, T, H, K]`. It reads the state with a, before the decay, and writes with b.
             The norm of `diag(e^g) + b aᵀ` must be at most 1, or the state grows without bound.

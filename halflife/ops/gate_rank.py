@@ -24,6 +24,7 @@ from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.chunked.gate_decay import GateDecay
+from halflife.ops.chunked.groups import by_head, read_states, scores, weigh
 from halflife.ops.delta_rule import DeltaBlock
 from halflife.ops.linear_attention import LinearBlock, linear_attention
 from halflife.ops.recurrent import token_loop
@@ -37,7 +38,7 @@ States = tuple[Tensor, Tensor]
 RESET_LAWS = ("mask", "printed")
 
 define(
-    "gate_rank", q="B T H K", k="B T H K", v="B T H V", g_slow="B T H", g_fast="B T H", beta="B T H | None",
+    "gate_rank", q="B T G K", k="B T G K", v="B T H V", g_slow="B T H", g_fast="B T H", beta="B T H | None",
     state={"fast": "N H K V", "slow": "N H K V"}, log_decays=["g_fast", "g_slow"],
 )  # fmt: skip
 
@@ -50,7 +51,8 @@ def gate_rank(
     """GateRank: `fast ← e^{g_fast} fast`, at resets `slow ← e^{g_slow} (slow + fast)` and `fast ← 0`, then the update.
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`; under the delta rule, keys of norm 1.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G). Keys have
+            norm 1 under the delta rule.
         v: values `[B, T, H, V]`.
         g_slow: log-decay of the slow state ≤ 0, `[B, T, H]`. A token is a reset unless this is exactly 0. The gradient
             is 0 where there is no reset.
@@ -97,7 +99,7 @@ def _printed(call: Call, backend: str, output_final_state: bool, **settings: Any
     settings |= {"output_final_state": output_final_state, "cu_seqlens": call.packing, "backend": backend}
     erased = torch.where(reset, -torch.inf, g_fast)
     recent, fast = linear_attention(q, k, v, erased, initial_state=pair[0], **settings)
-    added = torch.where(reset.unsqueeze(-1), k, 0)
+    added = by_head(lambda k, reset: torch.where(reset, k, 0), k, reset.unsqueeze(-1), dim=2)
     old, slow = linear_attention(q, added, v, g_slow, initial_state=pair[1], **settings)
     return recent + old, None if fast is None or slow is None else (fast, slow)
 
@@ -196,12 +198,13 @@ def _quadratic(call: Call, tokens: slice, state: Tensor) -> tuple[Tensor, Tensor
     written = v
     if call["beta"] is not None:
         beta = call["beta"][:, tokens].to(state.dtype).transpose(1, 2).unsqueeze(-1)
-        held = from_fast * (k @ fast) + from_slow * (k @ slow)
-        system = torch.eye(len(steps)).to(state) + (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)
+        held = from_fast * read_states(k, fast) + from_slow * read_states(k, slow)
+        system = torch.eye(len(steps)).to(state) + (weigh(scores(k, k), beta) * decay).tril(-1)
         written = torch.linalg.solve_triangular(system, beta * (v - held), upper=False)
-    o = (q @ k.transpose(-1, -2) * decay) @ written + from_fast * (q @ fast) + from_slow * (q @ slow)
+    o = weigh(scores(q, k), decay) @ written
+    o = o + from_fast * read_states(q, fast) + from_slow * read_states(q, slow)
 
-    keys = k * decay[..., -1, :, None]  # what is left of each key after the last token
+    keys = weigh(k, decay[..., -1, :, None])  # what is left of each key after the last token
     in_fast = (until == len(steps)).unsqueeze(-1)
     no_reset = (first == len(steps)).unsqueeze(-1)
     carried = from_fast[..., -1:, :] * fast

@@ -21,7 +21,7 @@ from halflife.ops.spec import define
 from halflife.packing import Packing
 
 define(
-    "linear_attention", q="B T H K", k="B T H K", v="B T H V", g="B T H | B T H K | None", state="N H K V",
+    "linear_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H | B T H K | None", state="N H K V",
     log_decays=["g"],
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ def linear_attention(
     """Linear attention: `S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ`, `o_t = S_tᵀ q_t · scale`.
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G).
         v: values `[B, T, H, V]`.
         g: log-decay ≤ 0, `[B, T, H]` (scalar) or `[B, T, H, K]` (vector). −inf erases the state; None is no
             decay.

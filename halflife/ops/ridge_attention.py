@@ -24,6 +24,7 @@ from halflife.ops.arguments import is_traced
 from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import Call
+from halflife.ops.chunked.groups import each_head, weigh
 from halflife.ops.conjugate_gradients import Solution, check_solver, conjugate_gradients
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.slow_decay import decay_and_add
@@ -34,7 +35,7 @@ State = tuple[Tensor, Tensor]
 FEWEST_ROWS = 16  # of a state that our Triton kernels take
 
 define(
-    "ridge_attention", q="B T H K", k="B T H K", v="B T H V", g="B T H", beta="B T H", ridge="H K",
+    "ridge_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H", beta="B T H", ridge="H K",
     state={"G": "N H K K", "C": "N H K V"}, log_decays=["g"],
 )  # fmt: skip
 
@@ -48,7 +49,7 @@ def ridge_attention(
     """Ridge attention, `y_t = C_t (G_t + Λ)⁻¹ q_t`; the equations stand at the top of the module.
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G).
         v: values `[B, T, H, V]`.
         g: log-decay ≤ 0, `[B, T, H]`.
         beta: strength β ≥ 0 of each pair, `[B, T, H]`.
@@ -93,7 +94,7 @@ def reference(call: Call) -> tuple[Tensor, State]:
     for rows, tokens in call.packing.pieces():
         gram, value = first_gram[rows], first_values[rows]
         for t in range(tokens.start, tokens.stop):
-            q, k, v = (call[name][:, t].unsqueeze(-1) for name in "qkv")
+            q, k, v = (each_head(call[name][:, t], len(call["ridge"])).unsqueeze(-1) for name in "qkv")
             decay, beta = call["g"][:, t, :, None, None].exp(), call["beta"][:, t, :, None, None]
             gram, value = decay * gram + beta * k * k.mT, decay * value + beta * k * v.mT
             x = torch.linalg.solve(gram + torch.diag_embed(call["ridge"]), q)
@@ -106,15 +107,16 @@ def reference(call: Call) -> tuple[Tensor, State]:
 def _solve(call: Call, backend: str) -> tuple[Tensor, State]:
     """Conjugate gradients for all tokens together, with products by `linear_attention`."""
     call, first_gram, first_values = _in_dtype_of_states(call)
-    q, ridge, beta = call["q"], call["ridge"], call["beta"].unsqueeze(-1)
+    ridge, beta = call["ridge"], call["beta"].unsqueeze(-1)
+    q = each_head(call["q"], len(ridge), 2)  # each head solves a system of its own
     read = partial(
         linear_attention, k=call["k"], g=call["g"], scale=1, output_final_state=True, cu_seqlens=call.packing,
         chunk_size=call.chunk_size, backend=backend,
     )  # fmt: skip
-    written = beta * call["k"]
+    written = weigh(call["k"], beta, 2)
 
     if call.is_token and not call.differentiated:
-        return _step(call, written, first_gram, first_values)
+        return _step(call, q, written, first_gram, first_values)
 
     # A read is Sᵀ x. The state is Gᵀ, so that G has its own gradient and not that of Gᵀ.
     def product(x: Tensor) -> Tensor:
@@ -134,10 +136,10 @@ def _solve(call: Call, backend: str) -> tuple[Tensor, State]:
 
 def _diagonals(call: Call, gram: Tensor, backend: str) -> Tensor:
     """The diagonals of all `G_t + Λ`, `[B, T, H, K]`: those of G are sums of β k² that decay, so states of one row."""
-    ones = torch.ones_like(call["k"][..., :FEWEST_ROWS])
+    ones = torch.ones_like(call["k"][:, :, :1, :FEWEST_ROWS])
     first = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2).expand(-1, -1, ones.shape[-1], -1)
     sums, _ = linear_attention(
-        ones, ones, call["beta"].unsqueeze(-1) * call["k"].square(), call["g"], scale=1 / ones.shape[-1],
+        ones, ones, weigh(call["k"].square(), call["beta"].unsqueeze(-1), 2), call["g"], scale=1 / ones.shape[-1],
         initial_state=first, cu_seqlens=call.packing, chunk_size=call.chunk_size, backend=backend,
     )  # fmt: skip
     return sums + call["ridge"]
@@ -147,9 +149,9 @@ for _name, _why_not in (("triton", triton.why_not), ("native", native.why_not), 
     implements("ridge_attention", _name, partial(_solve, backend=_name), why_not=_why_not, steps=True)
 
 
-def _step(call: Call, written: Tensor, gram: Tensor, values: Tensor) -> tuple[Tensor, State]:
+def _step(call: Call, q: Tensor, written: Tensor, gram: Tensor, values: Tensor) -> tuple[Tensor, State]:
     """One token, whose products are with G itself."""
-    key, value = call["k"][:, 0].unsqueeze(-2), call["v"][:, 0].unsqueeze(-2)
+    key, value = (each_head(call[name][:, 0], q.shape[2]).unsqueeze(-2) for name in "kv")
     gram, values = (
         decay_and_add(sums, call["g"][:, 0].unsqueeze(-1), written[:, 0].unsqueeze(-1) * row)
         for sums, row in ((gram, key), (values, value))
@@ -159,5 +161,5 @@ def _step(call: Call, written: Tensor, gram: Tensor, values: Tensor) -> tuple[Te
         return (gram @ x.unsqueeze(-1)).squeeze(-1) + call["ridge"] * x
 
     diagonal = gram.diagonal(dim1=-2, dim2=-1) + call["ridge"]
-    x = conjugate_gradients(product, diagonal, call["q"][:, 0], **call.options)
+    x = conjugate_gradients(product, diagonal, q[:, 0], **call.options)
     return (x.unsqueeze(-2) @ values).transpose(1, 2), (gram, values)

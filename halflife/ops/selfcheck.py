@@ -39,7 +39,7 @@ VARIED = {
     op.__name__: op
     for op in (linear_attention, dplr, delta_rule, gate_rank, log_linear_attention, ridge_attention, koopman_attention)
 }
-SIZES = {"B": 2, "H": 2, "K": 32, "V": 32, "D": 64, "W": 4, "R": 3, "P": 16, "L": 5}  # those of the others
+SIZES = {"B": 2, "H": 2, "G": 1, "K": 32, "V": 32, "D": 64, "W": 4, "R": 3, "P": 16, "L": 5}  # those of the others
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Check:
 
     Attributes:
         op, backend, dtype: the op, its backend and the dtype of the inputs.
-        variant: granularity of the decay, kind of update, or how often an operator is fitted and whether it decays.
+        variant: granularity of the decay ("grouped": scalar, with shared queries and keys), kind of update, or how
+            often an operator is fitted and whether it decays.
         error: the worst relative error over outputs, states and gradients; infinite if the backend raised an error.
         failure: the text of that error, or "".
     """
@@ -154,7 +155,11 @@ def _cases(length: int) -> Iterator[tuple[str, str, dict[str, Tensor], dict[str,
         removed = F.normalize(randn(*k.shape), dim=-1)
         corrected = {"a": -removed, "b": removed * randn(*k.shape).sigmoid()}
         yield "dplr", granularity, {"q": q, "k": k, "v": v, **corrected, **g}, {}
-        yield "delta_rule", granularity, {"q": q, "k": k, "v": v, "beta": randn(*q.shape[:3]).sigmoid(), **g}, {}
+        written = {"beta": randn(*q.shape[:3]).sigmoid()}
+        yield "delta_rule", granularity, {"q": q, "k": k, "v": v, **written, **g}, {}
+        if granularity == "scalar":
+            for op, more in (("linear_attention", {}), ("dplr", corrected), ("delta_rule", written)):
+                yield op, "grouped", {"q": q[:, :, :1], "k": k[:, :, :1], "v": v, **more, **g}, {}
     for update in ("linear", "delta"):
         q, k, v = randn(2, length, 2, 32), F.normalize(randn(2, length, 2, 32), dim=-1), randn(2, length, 2, 48)
         g_slow, g_fast = (-randn(*q.shape[:3]).exp() for _ in range(2))

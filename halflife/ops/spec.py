@@ -17,6 +17,7 @@ from halflife.packing import check_integers
 from halflife.registry import Registry
 
 CHANNELS = "KVRP"  # letters of axes that a head cannot be without
+GROUPS = "G"  # the letter of heads that serve H / G heads each
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -41,10 +42,10 @@ class Implementation:
 class Shape:
     """The shapes that a tensor may have, as "B T H | B T H K | None".
 
-    Axes are letters of `halflife.shapes`. A letter is one number in all tensors of a call. "L-1" is a number relative
-    to a letter, and a digit is that number. "None" allows the tensor to be absent, "number" a number in its place.
-    "int" before the axes is a tensor of integers, and "any" one of any dtype; all others hold floating-point numbers.
-    "..." are any axes before.
+    Axes are letters of `halflife.shapes`. A letter is one number in all tensors of a call, but "G" is any divisor of H,
+    for each tensor its own. "L-1" is a number relative to a letter, and a digit is that number. "None" allows the
+    tensor to be absent, "number" a number in its place. "int" before the axes is a tensor of integers, and "any" one of
+    any dtype; all others hold floating-point numbers. "..." are any axes before.
     """
 
     def __init__(self, text: str) -> None:
@@ -54,6 +55,7 @@ class Shape:
         self.dtype = choices[0][0] if choices[0][:1] in (["int"], ["any"]) else "float"
         self.leading = "..." in choices[0]
         self.choices = [tuple(_axis(a) for a in choice if a not in ("int", "any", "...")) for choice in choices]
+        self.grouped = (GROUPS, 0) in self.choices[0]
 
     def sizes(self, known: Mapping[str, int]) -> tuple[int, ...]:
         """The first shape with the numbers of a call."""
@@ -79,7 +81,7 @@ class Shape:
             if len(axes) != len(shape):
                 continue
             for (letter, offset), size in zip(axes, shape, strict=True):
-                if known.setdefault(letter, size - offset) != size - offset:
+                if letter != GROUPS and known.setdefault(letter, size - offset) != size - offset:
                     break
             else:
                 return x.device
@@ -93,6 +95,8 @@ class Shape:
             numbers = [str(known[a] + b) if a in known else _letter(a, b) for a, b in axes]
             shown = f"[{', '.join(letters)}]"
             words.append(shown if numbers == letters else f"{shown} = [{', '.join(numbers)}]")
+        if self.grouped:
+            words[-1] += f", where G divides H = {known['H']}" if "H" in known else ", where G divides H"
         return " or ".join(words)
 
 
@@ -131,6 +135,11 @@ class Spec:
             if not isinstance(x, Tensor) and (shape.number or (x is None and shape.optional)):
                 continue
             device = shape.check(name, x, known, device)
+        for name, shape in self.tensors.items():  # without a function, because a token passes here too
+            if shape.grouped:
+                groups, heads = tensors[name].shape[shape.choices[0].index((GROUPS, 0))], known["H"]
+                if groups != heads and (groups == 0 or heads % groups):
+                    raise ValueError(f"{name} must be {shape.describe(known)}; got {list(tensors[name].shape)}")
         if 0 in known.values() and any(known.get(letter) == 0 for letter in CHANNELS):
             found = " and ".join(f"{letter} = {known[letter]}" for letter in CHANNELS if letter in known)
             raise ValueError(f"a head needs at least one channel; got {found}")

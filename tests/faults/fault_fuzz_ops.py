@@ -38,6 +38,7 @@ def any_call(draw):
         if form.number or form.dtype == "any" or (form.optional and draw(st.booleans())):
             continue
         axes = draw(st.sampled_from(form.choices))
+        known["G"] = draw(st.sampled_from([number for number in range(1, heads + 1) if heads % number == 0] or [0]))
         shape = [known[letter] + offset for letter, offset in axes]
         if draw(st.integers(0, 39)) == 0:  # one axis too long
             shape[draw(st.integers(0, len(shape) - 1))] += 1

@@ -7,6 +7,7 @@ Both sides take `[B, T, H, D]`, natural logarithms (fla converts them to base 2 
   outside of shared memory on Hopper.
 - fla computes −inf − (−inf) = NaN, so log-decays are clamped where e^g is 0 in float32.
 - Each kernel takes either scalar or vector decays. DPLR takes vector decays only.
+- The gated delta rule (scalar and vector decays) takes groups of q and k, and the other kernels do not.
 - `cu_seqlens` are int64, and the initial state is float32.
 - The kernels are called without their option to normalise queries and keys.
 
@@ -63,8 +64,14 @@ def _refused(call: Call) -> str | None:
         return f"fla's head sizes are even and at least 16; K is {key}, V is {value}"
     if op != "linear_attention" and key > 256:
         return f"fla's {op} holds states of at most 256 rows; K is {key}"
-    if q.shape[0] * q.shape[2] > 65535:
-        return f"fla launches at most 65535 heads over the batch; these are {q.shape[0] * q.shape[2]}"
+    heads, groups = call.sizes["H"], (q.shape[2], call["k"].shape[2])
+    if groups != (heads, heads) and (groups[0] != groups[1] or op != "delta_rule" or call["g"] is None):
+        return (
+            f"fla shares heads of q and k in its gated delta rule alone, and equally many of both; q and k have "
+            f"{groups[0]} and {groups[1]} for {heads} of v"
+        )
+    if q.shape[0] * heads > 65535:
+        return f"fla launches at most 65535 heads over the batch; these are {q.shape[0] * heads}"
     return None
 
 

@@ -86,9 +86,10 @@ class ChunkBlock:
     def __init__(self, inputs: Sequence[Any], scale: float, dtype: torch.dtype, place: Place) -> None:
         self.place, self.scale = place, scale
         q, *others, g = inputs
-        self.inputs = [place.take(x, dtype) for x in others]
-        self.g = None if g is None else place.take(g, dtype)
-        self.q = place.take(q, dtype) * scale  # out of place, because a block may be a view of the input
+        heads = others[1].shape[2]
+        self.inputs = [place.take(x, dtype, heads) for x in others]
+        self.g = None if g is None else place.take(g, dtype, heads)
+        self.q = place.take(q, dtype, heads) * scale  # out of place, because a block may be a view of the input
         self.decay = self.decay_type(self.g, place.layout.chunk, len(place.chunks), dtype, q.device)
 
     def forward(self, state: Tensor, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ class ChunkBlock:
 
 
 def run(block_type: type[ChunkBlock], inputs: Sequence[Tensor | None], call: Call) -> tuple[Tensor, Tensor]:
-    """Run a chunked op on the tensors of `call` that its blocks take, `q, k, v, …, g`, each `[B, T, H, …]`.
+    """Run a chunked op on the tensors of `call` that its blocks take, `q, k, v, …, g`, each `[B, T, H or G, …]`.
 
     Returns the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`. The op can be differentiated
     once in every input.
@@ -128,9 +129,9 @@ class _ChunkedOp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, block_type, scale, layout, num_states, initial, *inputs):
-        q, _, v = inputs[:3]
+        v = inputs[2]
         o, final, borders, state = torch.empty_like(v), initial.clone(), [], initial[:0]
-        for place in layout.blocks(q.shape[0], q.shape[2], q.device, num_states):
+        for place in layout.blocks(v.shape[0], v.shape[2], v.device, num_states):
             borders.append(state)
             part, state = block_type(inputs, scale, initial.dtype, place).forward(state, initial, final)
             place.put(o, part)
@@ -150,7 +151,8 @@ class _ChunkedOp(torch.autograd.Function):
         places = list(layout.blocks(do.shape[0], do.shape[2], do.device, num_states))
         with without_autocast(do.device):
             for place, state in zip(reversed(places), reversed(borders), strict=True):
-                block, dob = block_type(inputs, scale, initial.dtype, place), place.take(do, initial.dtype)
+                block = block_type(inputs, scale, initial.dtype, place)
+                dob = place.take(do, initial.dtype, do.shape[2])
                 parts, dstate = block.backward(dob, state, initial, dstate, dinitial, dfinal)
                 for out, part in zip(grads, parts, strict=True):
                     if out is not None and part is not None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.ops.chunked.groups import each_head
 from halflife.packing import Packing
 
 # Rows (batch x heads x tokens) of a block. On a CPU this many fit in cache (measured, docs/log.md); an accelerator
@@ -78,13 +79,18 @@ class Place(NamedTuple):
         state_rows = table.get(self.chunks[c])
         return state_rows if self.layout.index is not None or state_rows is None else self.rows
 
-    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy a block of an aligned tensor: `[B, n·C, H, D]` → contiguous `[b, H, c, C, D]`; D may be absent."""
+    def take(self, x: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
+        """Copy a block of an aligned tensor: `[B, n·C, H, D]` → contiguous `[b, H, c, C, D]`; D may be absent.
+
+        Groups `[B, n·C, G, D]` are repeated for the heads of the block.
+        """
         order = (0, 3, 1, 2, 4) if x.ndim == 4 else (0, 3, 1, 2)
-        return self._part(x).permute(order).to(dtype, memory_format=torch.contiguous_format)
+        return each_head(self._part(x).permute(order), heads).to(dtype, memory_format=torch.contiguous_format)
 
     def put(self, out: Tensor, part: Tensor) -> None:
-        """Undo `take`: write a block into the aligned tensor `out`."""
+        """Undo `take`: write a block into the aligned tensor `out`, and add the heads of each group."""
+        if (groups := out.shape[2]) != part.shape[1]:
+            part = part.unflatten(1, (groups, -1)).sum(2)
         order = (0, 2, 3, 1, 4) if out.ndim == 4 else (0, 2, 3, 1)
         self._part(out).copy_(part.permute(order))
 

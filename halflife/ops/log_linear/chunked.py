@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import implements
+from halflife.ops.chunked.groups import weigh
 from halflife.ops.log_linear.mask import cumulative, kept_states, products, read_initial, written_states
 from halflife.ops.log_linear.rows import Rows, by_rows
 
@@ -39,10 +40,10 @@ def chunked(rows: Rows) -> tuple[Tensor, Tensor]:
     left = total_end[..., -1].to(q.dtype)
 
     numbers = torch.cat([number, (end // rows.chunk).unsqueeze(-1)], 1)
-    for size, state, decay in _older((after * k).transpose(-1, -2) @ v, into[..., -1], first, numbers, rows.fresh):
+    for size, state, decay in _older(weigh(k, after).transpose(-1, -2) @ v, into[..., -1], first, numbers, rows.fresh):
         level = min(size + rows.chunk.bit_length(), rows.last)
         read = weights[..., level] * into.exp() * decay[:, :, :-1, None]
-        o = o + (q * read.unsqueeze(-1)) @ state[:, :, :-1]
+        o = o + weigh(q, read.unsqueeze(-1)) @ state[:, :, :-1]
         at_end = state[:, :, -1] * (decay[:, :, -1] * left.exp())[..., None, None]
         final = torch.cat(
             [final[:, :, : level - 1], (final[:, :, level - 1] + at_end).unsqueeze(2), final[:, :, level:]], 2

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from halflife.ops.backends.dispatch import implements
 from halflife.ops.chunked.decays import FLOOR
+from halflife.ops.chunked.groups import scores, weigh
 from halflife.ops.log_linear.rows import Rows, by_rows, levels
 from halflife.precision import wide
 
@@ -32,26 +33,34 @@ def cumulative(g: Tensor) -> Tensor:
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, steps: Tensor, total: Tensor) -> Tensor:
-    """`(Q Kᵀ ⊙ e^{G_i − G_j} ⊙ w_i^(level)) V` inside chunks: `q, k, v, weights [N, H, …, C, …]`, `steps [N, …, C]`."""
+    """`(Q Kᵀ ⊙ e^{G_i − G_j} ⊙ w_i^(level)) V` inside chunks: `v, weights [N, H, …, C, …]`, `steps [N, …, C]`.
+
+    The groups of `q, k [N, G, …, C, K]` are those of the op.
+    """
     level = levels(steps.unsqueeze(-1), steps.unsqueeze(-2), weights.shape[-1] - 1).unsqueeze(1)
     lower = (steps.unsqueeze(-1) >= steps.unsqueeze(-2)).unsqueeze(1)
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, -torch.inf).to(q.dtype).exp()
-    scores = q @ k.transpose(-1, -2) * decay
-    return scores * weights.gather(-1, level.expand_as(scores)) @ v
+    weighted = weigh(scores(q, k), decay)
+    return weighted * weights.gather(-1, level.expand_as(weighted)) @ v
 
 
 def written_states(k: Tensor, v: Tensor, total: Tensor, steps: Tensor, end: Tensor, last: int) -> Tensor:
-    """The states `[N, H, L − 1, K, V]` at the positions `end [N]` of tokens `[N, H, C, …]` at `steps [N, C]`."""
+    """The states `[N, H, L − 1, K, V]` at the positions `end [N]` of tokens at `steps [N, C]`.
+
+    The tokens are `k [N, G, C, K]`, `v [N, H, C, V]` and `total [N, H, C]`.
+    """
     level = levels(steps, end.unsqueeze(-1), last)
-    kept = (total[..., -1:] - total).to(k.dtype).exp().unsqueeze(-1) * k
+    kept = weigh(k, (total[..., -1:] - total).to(k.dtype).exp().unsqueeze(-1))
     chosen = F.one_hot(level, last + 1)[..., 1:] * (steps < end.unsqueeze(-1)).unsqueeze(-1)
     return torch.einsum("ncl,nhck,nhcv->nhlkv", chosen.to(k.dtype), kept, v)
 
 
 def read_initial(rows: Rows, q: Tensor, weights: Tensor, steps: Tensor, decay: Tensor) -> Tensor:
-    """What `q [N, H, T, K]` at `steps [N, T]` reads from the initial states, decayed by `decay [N, H, T]`."""
-    level = rows.bucket_levels(steps).unsqueeze(1).expand(*q.shape[:3], -1)
-    return torch.einsum("nhtl,nhtk,nhlkv->nhtv", weights.gather(-1, level) * decay.unsqueeze(-1), q, rows.states)
+    """What `q [N, G, T, K]` at `steps [N, T]` reads from the initial states, decayed by `decay [N, H, T]`."""
+    level = rows.bucket_levels(steps).unsqueeze(1).expand(*decay.shape, -1)
+    weights, states = weights.gather(-1, level) * decay.unsqueeze(-1), rows.states
+    weights, states = (x.unflatten(1, (q.shape[1], -1)) for x in (weights, states))
+    return torch.einsum("ngptl,ngtk,ngplkv->ngptv", weights, q, states).flatten(1, 2)
 
 
 def kept_states(rows: Rows, end: Tensor, decay: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.chunked.groups import each_head
 from halflife.ops.log_linear.rows import Rows, by_rows, levels
 from halflife.ops.slow_decay import decay_and_add
 from halflife.packing import Packing
@@ -31,7 +32,7 @@ def log_linear_attention(
     """Log-linear attention, `o_t = Σ_ℓ w_t^(ℓ) S_t^(ℓ)ᵀ q_t · scale`.
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G).
         v: values `[B, T, H, V]`.
         g: log-decay ≤ 0, `[B, T, H]`; −inf erases all states.
         weights: w, the weights of the L ≥ 2 levels at each token `[B, T, H, L]`. The first is that of the token itself.
@@ -64,7 +65,7 @@ def reference(rows: Rows) -> tuple[Tensor, Tensor]:
     states, outputs = rows.states, []
     for t in range(rows.q.shape[2]):
         position = rows.position + t
-        token = [x[:, :, t] for x in (rows.q, rows.k, rows.v, rows.g, rows.weights)]
+        token = [each_head(x[:, :, t], rows.v.shape[1]) for x in (rows.q, rows.k, rows.v, rows.g, rows.weights)]
         o, new = _token(states, position, *token)
         states = torch.where((t < rows.lengths).view(-1, 1, 1, 1, 1), new, states)
         outputs.append(o)

@@ -13,7 +13,7 @@ from halflife.ops.call import Call
 from halflife.ops.spec import define
 
 define(
-    "log_linear_attention", q="B T H K", k="B T H K", v="B T H V", g="B T H", weights="B T H L",
+    "log_linear_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H", weights="B T H L",
     state={"states": "N H L-1 K V", "position": "int N"}, log_decays=["g"],
 )  # fmt: skip
 
@@ -28,7 +28,7 @@ def levels(i: Tensor, j: Tensor, last: int) -> Tensor:
 class Rows:
     """A call with one row per sequence. Rows of packed sequences are padded to the longest with tokens without effect.
 
-    The tensors are `[N, H, T, …]` in the dtype of the states, with T the longest length.
+    The tensors are `[N, H, T, …]` in the dtype of the states (q and k: `[N, G, T, K]`), with T the longest length.
     """
 
     q: Tensor

@@ -39,8 +39,8 @@ def operations(op, q, k, v, g, beta, a, b, g_slow, initial, cu_seqlens, scale, c
 
     The arguments are those of the op, with shapes in the place of tensors, as torch's counter of operations gives them.
     """
-    batch, length, heads, key = q
-    value, chunk, wide = v[-1], _chunk(chunk_size, length), initial[-2]
+    (batch, length, heads, value), key = v, q[-1]
+    chunk, wide = _chunk(chunk_size, length), initial[-2]
     products = chunk * (key + value) + 2 * wide * value
     if beta is not None:
         products += chunk * (key + value + wide) + wide * value

@@ -30,25 +30,29 @@ from halflife.ops.backends.triton.gates import (
     put,
     put_log_grad,
     read_weights,
+    shared_rows,
     tile,
     tuned,
 )
 from halflife.ops.backends.triton.states import pair_products
 from halflife.ops.backends.triton.systems import Solved, empty_states, solve, walk, walk_columns
+from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
 
 @tuned("K", "V", "C", "MODE")
 @triton.jit
 @no_type_check
 def _read_grads_kernel(
-    q, k, do, g_slow, g_fast, out, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    q, k, do, g_slow, g_fast, out, chunks, scale, H, SQ, SK, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """`scale · (Q Kᵀ ⊙ D)ᵀ dO` of chunk n, head h, a block of V: the part of dU from the outputs of the same chunk."""
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
-    scores_t = pair_products(k, q, rows, inside, K, C, PRECISION, BK)
+    rows_q = shared_rows(chunks, at // H, at % H, H, SQ, C)
+    rows_k = shared_rows(chunks, at // H, at % H, H, SK, C)
+    scores_t = pair_products(k, q, rows_k, rows_q, inside, K, C, PRECISION, BK)
     a, b, fast, reset, seg = load_gates(g_slow, g_fast, rows, inside, C, MODE)
     scores_t *= decay_matrix(a, b, fast, reset, seg, C, MODE, True) * scale
     dos = tile(do, rows, vv, inside, V).to(tl.float32)
@@ -59,7 +63,7 @@ def _read_grads_kernel(
 @triton.jit
 @no_type_check
 def _walk_back_kernel(
-    q, k, do, y, y_slow, g_slow, g_fast, partial, last, first, dstates, dwritten, chunks, sequences, scale, H,
+    q, k, do, y, y_slow, g_slow, g_fast, partial, last, first, dstates, dwritten, chunks, sequences, scale, H, SQ, SK,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -90,14 +94,14 @@ def _walk_back_kernel(
         left, left_slow = leave_weights(a, b, fast, reset, seg, C, MODE)
         kept, joined, stays = carry_weights(a, b, fast, reset, seg, C)
         weight, weight_slow = read_weights(a, fast, reset, seg)
-        ks = tile(k, rows, kk, inside, K).to(tl.float32)
+        ks = tile(k, shared_rows(chunks, chunk, head, H, SK, C), kk, inside, K).to(tl.float32)
         dus = tile(partial, rows, vv, inside, V)
         dus += left[:, None] * tl.dot(ks, state, input_precision=PRECISION)
         if MODE == 2:
             put(here + K * V, slow_state, kk, vv, there, V)
             dus += left_slow[:, None] * tl.dot(ks, slow_state, input_precision=PRECISION)
         put(dwritten, dus, rows, vv, inside, V)
-        qs = tl.trans(tile(q, rows, kk, inside, K).to(tl.float32))
+        qs = tl.trans(tile(q, shared_rows(chunks, chunk, head, H, SQ, C), kk, inside, K).to(tl.float32))
         dos = tile(do, rows, vv, inside, V).to(tl.float32) * scale
         state *= kept
         if MODE == 2:
@@ -170,17 +174,19 @@ def _overlap(state, dstate, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, 
 @no_type_check
 def _inputs_kernel(
     q, k, v, beta, g_slow, g_fast, do, written, adjoint, states, dstates, dq, dk, dbeta, dg_slow, dg_fast,
-    chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
+    chunks, scale, H, SQ, SK, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
     PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dbeta and the gradients of the log-decays of chunk n, head h."""
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
-    scores = pair_products(q, k, rows, inside, K, C, PRECISION, BK)
-    overlap = pair_products(k, k, rows, inside, K, C, PRECISION, BK)
-    dscores = pair_products(do, written, rows, inside, V, C, PRECISION, BV)
-    dsystem = -pair_products(adjoint, written, rows, inside, V, C, PRECISION, BV)
+    rows_q = shared_rows(chunks, at // H, at % H, H, SQ, C)
+    rows_k = shared_rows(chunks, at // H, at % H, H, SK, C)
+    scores = pair_products(q, k, rows_q, rows_k, inside, K, C, PRECISION, BK)
+    overlap = pair_products(k, k, rows_k, rows_k, inside, K, C, PRECISION, BK)
+    dscores = pair_products(do, written, rows, rows, inside, V, C, PRECISION, BV)
+    dsystem = -pair_products(adjoint, written, rows, rows, inside, V, C, PRECISION, BV)
     dstrength = tl.zeros([C], tl.float32)
     for start in range(0, V, BV):
         vv = start + tl.arange(0, BV)
@@ -195,8 +201,8 @@ def _inputs_kernel(
     within, across, gone = pair_sums(dscores * scores + dsystem * overlap, seg, C, MODE)
     # dk needs the transposes too. Each is computed by a second small product, C×C×V (see gates.py).
     decay = decay_matrix(a, b, fast, reset, seg, C, MODE, True)
-    dscores_t = pair_products(written, do, rows, inside, V, C, PRECISION, BV) * decay * scale
-    dsystem_t = -pair_products(written, adjoint, rows, inside, V, C, PRECISION, BV) * decay * strength[None, :]
+    dscores_t = pair_products(written, do, rows, rows, inside, V, C, PRECISION, BV) * decay * scale
+    dsystem_t = -pair_products(written, adjoint, rows, rows, inside, V, C, PRECISION, BV) * decay * strength[None, :]
     dsystem += tl.where(index[:, None] < index[None, :], dsystem_t, 0.0)
     weight, weight_slow = read_weights(a, fast, reset, seg)
     leave, leave_slow = leave_weights(a, b, fast, reset, seg, C, MODE)
@@ -210,8 +216,8 @@ def _inputs_kernel(
     dstate = dstates + at.to(tl.int64) * (2 * K * V if MODE == 2 else K * V)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
-        qs = tile(q, rows, kk, inside, K).to(tl.float32)
-        ks = tile(k, rows, kk, inside, K).to(tl.float32)
+        qs = tile(q, rows_q, kk, inside, K).to(tl.float32)
+        ks = tile(k, rows_k, kk, inside, K).to(tl.float32)
         dqs = tl.dot(dscores, ks, input_precision=PRECISION)
         dks = tl.dot(dscores_t, qs, input_precision=PRECISION)
         dks = tl.dot(dsystem, ks, dks, input_precision=PRECISION)
@@ -264,19 +270,20 @@ def _walk_back(
     q: Tensor, k: Tensor, do: Tensor, solved: Solved, gates: Gates, dfinal: Tensor, chunks: Chunks, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The float32 gradients of the leaving states `[n, H, K', V]`, the written values and the initial states."""
-    (heads, key), value, sequences, n = q.shape[2:], do.shape[-1], len(chunks.sequences), len(chunks.chunks)
+    key, (heads, value), sequences, n = q.shape[-1], do.shape[2:], len(chunks.sequences), len(chunks.chunks)
     mode, precision, columns = mode_of(*gates), precision_of(q), walk_columns(key, value)
+    sq, sk = (heads // max(1, x.shape[2]) for x in (q, k))
     partial, dwritten, dinitial = torch.empty_like(solved.x), torch.empty_like(solved.x), torch.empty_like(dfinal)
     dstates = empty_states(dfinal, chunks)
     if n * heads:
         _read_grads_kernel[n * heads, triton.cdiv(value, block(value))](
-            q, k, do, *gates, partial, chunks.chunks, scale, heads, key, value, chunks.size,
+            q, k, do, *gates, partial, chunks.chunks, scale, heads, sq, sk, key, value, chunks.size,
             mode, precision, block(key), block(value),
         )  # fmt: skip
     if sequences * heads:
         _walk_back_kernel[sequences * heads, triton.cdiv(value, columns)](
             q, k, do, solved.y[0], solved.y[-1], *gates, partial, dfinal, dinitial, dstates, dwritten,
-            chunks.chunks, chunks.sequences, scale, heads, key, value, chunks.size,
+            chunks.chunks, chunks.sequences, scale, heads, sq, sk, key, value, chunks.size,
             mode, precision, block(key, 256), columns,
         )  # fmt: skip
     return dstates, dwritten, dinitial
@@ -287,12 +294,12 @@ def backward(
     scale: float, chunks: Chunks, do: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, beta, both log-decays and the initial state."""
-    n, (heads, key), value = len(chunks.chunks), q.shape[2:], v.shape[-1]
+    n, key, (heads, value) = len(chunks.chunks), q.shape[-1], v.shape[2:]
     solved = solve(k, v, beta, gates, chunks, keep=True)
     states, written, _ = walk(k, solved, gates, initial, chunks)
     dstates, dwritten, dinitial = _walk_back(q, k, do, solved, gates, dfinal, chunks, scale)
     adjoint = torch.empty_like(dwritten)
-    dq, dk, dv, dbeta = (torch.empty_like(x) for x in (q, k, v, beta))
+    dq, dk, dv, dbeta = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(v), torch.empty_like(beta)
     dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in gates)
     if n * heads:
         _adjoint_kernel[n * heads, triton.cdiv(value, block(value))](
@@ -301,7 +308,7 @@ def backward(
         )  # fmt: skip
         _inputs_kernel[n * heads,](
             q, k, v, beta, *gates, do, written, adjoint, states, dstates, dq, dk, dbeta, dg_slow, dg_fast,
-            chunks.chunks, scale, heads, key, value, chunks.size,
+            chunks.chunks, scale, heads, heads // q.shape[2], heads // k.shape[2], key, value, chunks.size,
             mode_of(*gates), precision_of(q), block(key, 32), block(value, 32),
         )  # fmt: skip
-    return dq, dk, dv, dbeta, dg_slow, dg_fast, dinitial
+    return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dbeta, dg_slow, dg_fast, dinitial

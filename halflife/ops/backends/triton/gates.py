@@ -13,6 +13,9 @@ log-decay is not 0. n(j) is the first reset after token j, and f is the first re
 The sums are float64 vectors. Their C×C differences are formed from (high, low) pairs of float32, so a slow decay beside
 a full reset stays exact. `B_n(j) − B_j` is a masked sum of log-decays, in which nothing cancels. All exponents are ≤ 0.
 
+SQ and SK are how many heads share a row of the queries and of the keys, which have `[B·T, H / SQ]` and `[B·T, H / SK]`
+rows. Kernels compute gradients of such rows head by head, and `sum_of_heads` adds them.
+
 No kernel uses the transposed result of a product as an operand of the next product, because Triton has compiled that to
 wrong numbers on Hopper. Where the transpose is needed, a second product (and a second D) computes it.
 """
@@ -121,6 +124,13 @@ def chunk_rows(chunks, n, h, H, C: tl.constexpr):
     size = tl.load(chunks + 3 * n + 1)
     rows = tl.arange(0, C)
     return (first + rows) * H + h, rows < size
+
+
+@triton.jit
+@no_type_check
+def shared_rows(chunks, n, h, H, S, C: tl.constexpr):
+    """Return the rows of the tokens of chunk n, head h, in `[B·T·H/S, D]`, where S heads share a row (int64 `[C]`)."""
+    return (tl.load(chunks + 3 * n) + tl.arange(0, C)) * (H // S) + h // S
 
 
 @triton.jit

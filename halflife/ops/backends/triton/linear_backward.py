@@ -30,17 +30,19 @@ from halflife.ops.backends.triton.gates import (
     put,
     put_log_grad,
     read_weights,
+    shared_rows,
     tile,
     tuned,
 )
 from halflife.ops.backends.triton.states import outputs, pair_products, products, scan
+from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
 
 @tuned("K", "V", "C", "MODE")
 @triton.jit
 @no_type_check
 def _inputs_kernel(
-    q, k, v, do, g_slow, g_fast, states, dstates, dq, dk, dg_slow, dg_fast, chunks, scale, H,
+    q, k, v, do, g_slow, g_fast, states, dstates, dq, dk, dg_slow, dg_fast, chunks, scale, H, SQ, SK,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -50,14 +52,16 @@ def _inputs_kernel(
     """
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
-    scores = pair_products(q, k, rows, inside, K, C, PRECISION, BK)
-    dscores = pair_products(do, v, rows, inside, V, C, PRECISION, BV)
+    rows_q = shared_rows(chunks, at // H, at % H, H, SQ, C)
+    rows_k = shared_rows(chunks, at // H, at % H, H, SK, C)
+    scores = pair_products(q, k, rows_q, rows_k, inside, K, C, PRECISION, BK)
+    dscores = pair_products(do, v, rows, rows, inside, V, C, PRECISION, BV)
     a, b, fast, reset, seg = load_gates(g_slow, g_fast, rows, inside, C, MODE)
     dscores *= decay_matrix(a, b, fast, reset, seg, C, MODE) * scale
     within, across, gone = pair_sums(scores * dscores, seg, C, MODE)
     dscores = dscores.to(q.dtype.element_ty)
     # The transpose is computed by a second small product, C×C×V (see gates.py).
-    dscores_t = pair_products(v, do, rows, inside, V, C, PRECISION, BV)
+    dscores_t = pair_products(v, do, rows, rows, inside, V, C, PRECISION, BV)
     dscores_t *= decay_matrix(a, b, fast, reset, seg, C, MODE, True) * scale
     dscores_t = dscores_t.to(q.dtype.element_ty)
     weight, weight_slow = read_weights(a, fast, reset, seg)
@@ -97,8 +101,8 @@ def _inputs_kernel(
                 dks_slow = dot(vs, tl.trans(leaving_slow), dks_slow, PRECISION)
                 fast_slow += tl.sum(entering * leaving_slow, 1)
                 slow_slow += tl.sum(entering_slow * leaving_slow, 1)
-        qs = tile(q, rows, kk, inside, K)
-        ks = tile(k, rows, kk, inside, K)
+        qs = tile(q, rows_q, kk, inside, K)
+        ks = tile(k, rows_k, kk, inside, K)
         dqs *= (weight * scale)[:, None]
         dks *= leave_fast[:, None]
         read_fast += tl.sum(qs.to(tl.float32) * dqs, 1)
@@ -139,12 +143,13 @@ def backward(
     dstates, _ = products(q, do, gates, chunks, scale, read=True)
     dinitial = scan(dstates, dfinal, carried, chunks, mode, back=True)
     dv = outputs(q, k, do, gates, dstates, chunks, scale, like=v, back=True)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    n, key, (heads, value) = len(chunks.chunks), q.shape[-1], v.shape[2:]
+    dq, dk = grads_of_heads(q, heads), grads_of_heads(k, heads)
     dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in gates)
-    n, (heads, key), value = len(chunks.chunks), q.shape[2:], v.shape[-1]
     if n * heads:
         _inputs_kernel[n * heads,](
-            q, k, v, do, *gates, states, dstates, dq, dk, dg_slow, dg_fast, chunks.chunks, scale, heads, key, value,
-            chunks.size, mode, precision_of(q), block(key, 32), block(value, 32),
+            q, k, v, do, *gates, states, dstates, dq, dk, dg_slow, dg_fast, chunks.chunks, scale, heads,
+            heads // q.shape[2], heads // k.shape[2], key, value, chunks.size,
+            mode, precision_of(q), block(key, 32), block(value, 32),
         )  # fmt: skip
-    return dq, dk, dv, dg_slow, dg_fast, dinitial
+    return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dg_slow, dg_fast, dinitial

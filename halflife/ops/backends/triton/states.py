@@ -33,6 +33,7 @@ from halflife.ops.backends.triton.gates import (
     precision_of,
     put,
     read_weights,
+    shared_rows,
     tile,
     tuned,
 )
@@ -42,13 +43,15 @@ _SCAN_BLOCK = 512
 
 @triton.jit
 @no_type_check
-def pair_products(x, y, rows, inside, D: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr):
+def pair_products(
+    x, y, rows_x, rows_y, inside, D: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr
+):
     """Compute `X Yᵀ` `[C, C]` in float32 from a chunk's rows of `x` and `y [rows, D]`, whose dtypes may differ."""
     out = tl.zeros([C, C], tl.float32)
     for start in range(0, D, BD):
         cols = start + tl.arange(0, BD)
-        xs = tile(x, rows, cols, inside, D)
-        ys = tile(y, rows, cols, inside, D)
+        xs = tile(x, rows_x, cols, inside, D)
+        ys = tile(y, rows_y, cols, inside, D)
         if xs.dtype != ys.dtype:
             xs = xs.to(tl.float32)
             ys = ys.to(tl.float32)
@@ -60,10 +63,13 @@ def pair_products(x, y, rows, inside, D: tl.constexpr, C: tl.constexpr, PRECISIO
 @triton.jit
 @no_type_check
 def _products_kernel(
-    x, y, g_slow, g_fast, out, carried, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    x, y, g_slow, g_fast, out, carried, chunks, scale, H, S, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """`(w ⊙ x)ᵀ y` of chunk n, head h, a block of K and one of V. w are the weights of queries (READ) or of keys."""
+    """`(w ⊙ x)ᵀ y` of chunk n, head h, a block of K and one of V. w are the weights of queries (READ) or of keys.
+
+    S heads share a row of x.
+    """
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     kk = tl.program_id(1) * BK + tl.arange(0, BK)
@@ -79,7 +85,7 @@ def _products_kernel(
             tl.store(place, kept)
             tl.store(place + 1, joined)
             tl.store(place + 2, slow)
-    xs = tl.trans(tile(x, rows, kk, inside, K).to(tl.float32) * scale)
+    xs = tl.trans(tile(x, shared_rows(chunks, at // H, at % H, H, S, C), kk, inside, K).to(tl.float32) * scale)
     ys = tile(y, rows, vv, inside, V)
     zeros = tl.zeros([BK, BV], tl.float32)
     if MODE == 2:
@@ -145,7 +151,7 @@ def _scan_kernel(
 @triton.jit
 @no_type_check
 def _outputs_kernel(
-    q, k, u, g_slow, g_fast, states, out, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    q, k, u, g_slow, g_fast, states, out, chunks, scale, H, SQ, SK, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """`scale · [(Q Kᵀ ⊙ D) U + weights ⊙ (Q S)]` of chunk n, head h, a block of V.
@@ -155,6 +161,8 @@ def _outputs_kernel(
     """
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
+    rows_q = shared_rows(chunks, at // H, at % H, H, SQ, C)
+    rows_k = shared_rows(chunks, at // H, at % H, H, SK, C)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
     scores = tl.zeros([C, C], tl.float32)
     fast_part = tl.zeros([C, BV], tl.float32)
@@ -162,8 +170,8 @@ def _outputs_kernel(
     state = states + at.to(tl.int64) * (2 * K * V if MODE == 2 else K * V)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
-        qs = tile(q, rows, kk, inside, K)
-        ks = tile(k, rows, kk, inside, K)
+        qs = tile(q, rows_q, kk, inside, K)
+        ks = tile(k, rows_k, kk, inside, K)
         scores = dot(qs, tl.trans(ks), scores, PRECISION)
         wide = qs.to(tl.float32)
         fast_part = dot(wide, tile(state, kk, vv, kk < K, V), fast_part, PRECISION)
@@ -187,19 +195,19 @@ def _outputs_kernel(
 
 
 def products(x: Tensor, y: Tensor, gates: Gates, chunks: Chunks, scale: float, read: bool) -> tuple[Tensor, Tensor]:
-    """Compute the update `scale · (w ⊙ x)ᵀ y` that each chunk adds to a state: `x [B, T, H, K]`, `y [B, T, H, V]`.
+    """Compute the update `scale · (w ⊙ x)ᵀ y` that each chunk adds to a state: `x [B, T, G, K]`, `y [B, T, H, V]`.
 
     w are the weights of queries (`read`, in the backward pass) or of keys. It returns the updates `[n, H, K', V]` in
     float32 (K' = 2K with two states), and the factors of states that pass each chunk `[n, H, 3]`
     (`gates.carry_weights`), which are not computed for `read`.
     """
-    (heads, key), value, mode, n = x.shape[2:], y.shape[-1], mode_of(*gates), len(chunks.chunks)
+    key, (heads, value), mode, n = x.shape[-1], y.shape[2:], mode_of(*gates), len(chunks.chunks)
     out = x.new_empty(n, heads, key * (2 if mode == GATE_RANK else 1), value, dtype=torch.float32)
     carried = x.new_empty(n, heads, 3, dtype=torch.float32)
     bk, bv = block(key), block(value)
     if n * heads:
         _products_kernel[n * heads, triton.cdiv(key, bk), triton.cdiv(value, bv)](
-            x, y, *gates, out, carried, chunks.chunks, scale, heads, key, value, chunks.size,
+            x, y, *gates, out, carried, chunks.chunks, scale, heads, heads // x.shape[2], key, value, chunks.size,
             mode, read, precision_of(x), bk, bv,
         )  # fmt: skip
     return out, carried
@@ -229,13 +237,13 @@ def outputs(
     S are the entering states. `back` computes the adjoint in U. Then u is the gradient of the outputs, and `states` are
     the gradients of the leaving states.
     """
-    out, n, (heads, key), value = torch.empty_like(like), len(chunks.chunks), q.shape[2:], u.shape[-1]
+    out, n, key, (heads, value) = torch.empty_like(like), len(chunks.chunks), q.shape[-1], u.shape[2:]
     bk, bv = block(key), block(value)
     if back:
         q, k = k, q
     if n * heads:
         _outputs_kernel[n * heads, triton.cdiv(value, bv)](
-            q, k, u, *gates, states, out, chunks.chunks, scale, heads, key, value, chunks.size,
-            mode_of(*gates), back, precision_of(q), bk, bv,
+            q, k, u, *gates, states, out, chunks.chunks, scale, heads, heads // q.shape[2], heads // k.shape[2], key,
+            value, chunks.size, mode_of(*gates), back, precision_of(q), bk, bv,
         )  # fmt: skip
     return out

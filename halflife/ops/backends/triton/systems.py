@@ -36,6 +36,7 @@ from halflife.ops.backends.triton.gates import (
     precision_of,
     put,
     read_weights,
+    shared_rows,
     tile,
     tuned,
 )
@@ -97,7 +98,7 @@ def _merge(inverse, lower, C: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _solve_kernel(
-    k, v, beta, g_slow, g_fast, x, y, y_slow, inverse, chunks, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    k, v, beta, g_slow, g_fast, x, y, y_slow, inverse, chunks, H, SK, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """`(I + L)⁻¹ [β V, β w K]` of chunk n, head h, with `L_ij = β_i (k_i · k_j) D_ij` for j < i.
@@ -106,9 +107,10 @@ def _solve_kernel(
     """
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
+    rows_k = shared_rows(chunks, at // H, at % H, H, SK, C)
     overlap = tl.zeros([C, C], tl.float32)
     for start in range(0, K, BK):
-        ks = tile(k, rows, start + tl.arange(0, BK), inside, K)
+        ks = tile(k, rows_k, start + tl.arange(0, BK), inside, K)
         overlap = dot(ks, tl.trans(ks), overlap, PRECISION)
     a, b, fast, reset, seg = load_gates(g_slow, g_fast, rows, inside, C, MODE)
     strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
@@ -124,7 +126,7 @@ def _solve_kernel(
     weight, weight_slow = read_weights(a, fast, reset, seg)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
-        ks = tile(k, rows, kk, inside, K).to(tl.float32) * strength[:, None]
+        ks = tile(k, rows_k, kk, inside, K).to(tl.float32) * strength[:, None]
         put(y, tl.dot(solved, ks * weight[:, None], input_precision=PRECISION), rows, kk, inside, K)
         if MODE == 2:
             put(y_slow, tl.dot(solved, ks * weight_slow[:, None], input_precision=PRECISION), rows, kk, inside, K)
@@ -134,7 +136,7 @@ def _solve_kernel(
 @triton.jit
 @no_type_check
 def _walk_kernel(
-    k, x, y, y_slow, g_slow, g_fast, first, last, states, written, chunks, sequences, H,
+    k, x, y, y_slow, g_slow, g_fast, first, last, states, written, chunks, sequences, H, SK,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +171,7 @@ def _walk_kernel(
         a, b, fast, reset, seg = load_gates(g_slow, g_fast, rows, inside, C, MODE)
         left, left_slow = leave_weights(a, b, fast, reset, seg, C, MODE)
         kept, joined, stays = carry_weights(a, b, fast, reset, seg, C)
-        ks = tl.trans(tile(k, rows, kk, inside, K).to(tl.float32))
+        ks = tl.trans(tile(k, shared_rows(chunks, chunk, head, H, SK, C), kk, inside, K).to(tl.float32))
         if MODE == 2:
             added = tl.dot(ks, us * left_slow[:, None], input_precision=PRECISION)
             slow_state = stays * slow_state + joined * state + added
@@ -189,14 +191,14 @@ class Solved(NamedTuple):
 
 def solve(k: Tensor, v: Tensor, beta: Tensor, gates: Gates, chunks: Chunks, keep: bool) -> Solved:
     """Invert the systems of all chunks. `keep` returns the inverses too, which the backward pass needs."""
-    (heads, key), value, mode, n = k.shape[2:], v.shape[-1], mode_of(*gates), len(chunks.chunks)
+    key, (heads, value), mode, n = k.shape[-1], v.shape[2:], mode_of(*gates), len(chunks.chunks)
     x = torch.empty_like(v, dtype=torch.float32)
-    y = k.new_empty(2 if mode == GATE_RANK else 1, *k.shape, dtype=torch.float32)
-    inverse = k.new_empty(*k.shape[:3], chunks.size, dtype=torch.float32) if keep else None
+    y = k.new_empty(2 if mode == GATE_RANK else 1, *v.shape[:3], key, dtype=torch.float32)
+    inverse = k.new_empty(*v.shape[:3], chunks.size, dtype=torch.float32) if keep else None
     if n * heads:
         _solve_kernel[n * heads,](
-            k, v, beta, *gates, x, y[0], y[-1], inverse, chunks.chunks, heads, key, value, chunks.size,
-            mode, keep, precision_of(k), block(key), block(value),
+            k, v, beta, *gates, x, y[0], y[-1], inverse, chunks.chunks, heads, heads // k.shape[2], key, value,
+            chunks.size, mode, keep, precision_of(k), block(key), block(value),
         )  # fmt: skip
     return Solved(x, y, inverse)
 
@@ -223,12 +225,12 @@ def walk(k: Tensor, solved: Solved, gates: Gates, initial: Tensor, chunks: Chunk
     All are float32 (K' = 2K with two states).
     """
     x, y, _ = solved
-    (heads, key), value, sequences = k.shape[2:], x.shape[-1], len(chunks.sequences)
+    key, (heads, value), sequences = k.shape[-1], x.shape[2:], len(chunks.sequences)
     states, columns = empty_states(initial, chunks), walk_columns(key, value)
     written, final = torch.empty_like(x), torch.empty_like(initial)
     if sequences * heads:
         _walk_kernel[sequences * heads, triton.cdiv(value, columns)](
             k, x, y[0], y[-1], *gates, initial, final, states, written, chunks.chunks, chunks.sequences, heads,
-            key, value, chunks.size, mode_of(*gates), precision_of(k), block(key, 256), columns,
+            heads // k.shape[2], key, value, chunks.size, mode_of(*gates), precision_of(k), block(key, 256), columns,
         )  # fmt: skip
     return states, written, final

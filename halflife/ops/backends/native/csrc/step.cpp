@@ -16,9 +16,10 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The row of one sequence and head of a tensor [N, 1, H, D] or [N, 1, H] in float32.
-std::vector<float> row(const Tensor& x, int64_t n, int64_t head) {
-  const int64_t width = x.dim() == 4 ? x.size(3) : 1, offset = n * x.stride(0) + head * x.stride(2);
+// The row of one sequence and head of a tensor [N, 1, H, D] or [N, 1, H] in float32, or of its group [N, 1, G, D].
+std::vector<float> row_of(const Tensor& x, int64_t n, int64_t head, int64_t heads) {
+  const int64_t width = x.dim() == 4 ? x.size(3) : 1;
+  const int64_t offset = n * x.stride(0) + head * x.size(2) / heads * x.stride(2);
   std::vector<float> out(width);
   load_row(x.scalar_type(), static_cast<const char*>(x.data_ptr()) + offset * x.element_size(), out.data(), width);
   return out;
@@ -108,11 +109,12 @@ void add_slower(const float* state, const std::vector<float>& q, int64_t size, i
 
 std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
                                 OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor state, double scale) {
-  const int64_t sequences = q.size(0), heads = q.size(2), keys = q.size(3), values = v.size(3), size = keys * values;
+  const int64_t sequences = q.size(0), heads = v.size(2), keys = q.size(3), values = v.size(3), size = keys * values;
   const int64_t states = g_slow ? 2 : 1;
   Tensor o = at::empty(v.sizes(), v.options()), next = at::empty_like(state);
   const float* before = state.data_ptr<float>();
   float* after = next.data_ptr<float>();
+  auto row = [heads](const Tensor& x, int64_t n, int64_t head) { return row_of(x, n, head, heads); };
   at::parallel_for(0, sequences * heads, std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(size * states, 1)),
                    [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {

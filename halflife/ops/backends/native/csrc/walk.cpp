@@ -3,6 +3,8 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <numeric>
+
 #include "chunk.h"
 #include "entries.h"
 
@@ -18,18 +20,20 @@ constexpr float kFloor = -110.f;  // below it a log-decay has the gradient 0
 
 // ------------------------------------------------------------------------------------------ rows of tensors
 
-// Tokens of one sequence and head of a tensor [B, T, H, D] (or [B, T, H]) with any strides but a dense last axis.
+// Tokens of one sequence and head of a tensor [B, T, H, D] (or [B, T, H]) with any strides but a dense last axis. Where
+// it has G groups in the place of H heads, they are those of the head's group.
 struct Rows {
   char* data = nullptr;
   at::ScalarType type = at::kFloat;
   int64_t step = 0, width = 0;  // bytes from token to token, and entries
 
   Rows() = default;
-  Rows(const Tensor& x, int64_t batch, int64_t head) {
+  Rows(const Tensor& x, int64_t batch, int64_t head, int64_t heads) {
     type = x.scalar_type();
     step = x.stride(1) * x.element_size();
     width = x.dim() == 4 ? x.size(3) : 1;
-    data = static_cast<char*>(x.data_ptr()) + (batch * x.stride(0) + head * x.stride(2)) * x.element_size();
+    const int64_t group = head * x.size(2) / heads;
+    data = static_cast<char*>(x.data_ptr()) + (batch * x.stride(0) + group * x.stride(2)) * x.element_size();
   }
   char* at(int64_t token) const { return data + token * step; }
   float& number(int64_t token) const { return *reinterpret_cast<float*>(at(token)); }  // of float32 [B, T, H]
@@ -85,13 +89,18 @@ struct Call {
   DecayKind kind;
   Sizes sizes;
   int64_t states, sequences, heads;
+  int64_t part = 1;  // heads of which the backward pass adds the gradients of a group (see `choose_part`)
 
+  Rows rows(const Tensor& x, int64_t n, int64_t head) const { return Rows(x, batch(n), head, heads); }
+  // How many heads share a row of x [B, T, G, D].
+  int64_t shared(const Tensor& x) const { return heads ? heads / x.size(2) : 1; }
   int64_t length(int64_t n) const { return bounds.empty() ? q.size(1) : bounds[n + 1] - bounds[n]; }
   int64_t chunks(int64_t n) const { return (length(n) + sizes.chunk - 1) / sizes.chunk; }
   int64_t batch(int64_t n) const { return bounds.empty() ? n : 0; }
   int64_t first_token(int64_t n) const { return bounds.empty() ? 0 : bounds[n]; }
   // The states saved before a sequence's: one for every kBorder chunks.
   int64_t borders(int64_t n) const { return (chunks(n) + kBorder - 1) / kBorder; }
+  int64_t state_bytes() const { return states * sizes.keys * sizes.values * static_cast<int64_t>(sizeof(float)); }
   // At least the sum over all sequences, from shapes alone (`_num_borders` in __init__.py); pages that are not written
   // take no memory.
   int64_t max_borders() const {
@@ -129,8 +138,22 @@ Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, O
   c.states = c.g_slow ? 2 : 1;
   c.sizes = {chunk, round_up(c.q.size(3)), round_up(c.v.size(3)), c.states};
   c.sequences = c.bounds.empty() ? c.q.size(0) : static_cast<int64_t>(c.bounds.size()) - 1;
-  c.heads = c.q.size(2);
+  c.heads = c.v.size(2);
   return c;
+}
+
+constexpr int64_t kTasks = 32;  // into which the backward pass is cut, if there are as many heads
+
+// Heads that share queries or keys must not write their gradients at the same time. The backward pass therefore does
+// `part` heads in a row, and adds what they give to a group; the sums of the parts of a group are added at the end. The
+// number depends on shapes alone, so that the number of threads changes no bit.
+int64_t choose_part(const Call& c) {
+  const int64_t queries = c.shared(c.q), keys = c.shared(c.k), all = std::lcm(queries, keys);
+  const int64_t most = std::min(c.sequences * c.heads / kTasks, kStates / c.state_bytes());
+  auto divides = [](int64_t a, int64_t b) { return a % b == 0 || b % a == 0; };
+  int64_t part = std::max<int64_t>(1, std::min(all, most));
+  while (all % part || !divides(queries, part) || !divides(keys, part)) part--;
+  return part;
 }
 
 }  // namespace
@@ -152,25 +175,24 @@ std::unique_ptr<Chunk> make_chunk(const Call& c, bool grads) {
 
 // ---------------------------------------------------------------------------------------- one sequence and head
 
-void load_vector(std::vector<float>& out, const Tensor& x, int64_t batch, int64_t head, int64_t first, int64_t count) {
-  const Rows rows(x, batch, head);
+void load_vector(std::vector<float>& out, const Rows& rows, int64_t first, int64_t count) {
   for (size_t i = 0; i < out.size(); i++) out[i] = static_cast<int64_t>(i) < count ? rows.number(first + i) : 0.f;
 }
 
 // Load the inputs of chunk `index` of sequence n.
 void load(const Call& c, Chunk& chunk, int64_t n, int64_t head, int64_t index) {
-  const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
+  const int64_t first = c.first_token(n) + index * c.sizes.chunk;
   const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
-  Rows(c.q, batch, head).load(chunk.q, first, count, 0, static_cast<float>(c.scale));
-  Rows(c.k, batch, head).load(chunk.k, first, count);
-  Rows(c.v, batch, head).load(chunk.v, first, count);
+  c.rows(c.q, n, head).load(chunk.q, first, count, 0, static_cast<float>(c.scale));
+  c.rows(c.k, n, head).load(chunk.k, first, count);
+  c.rows(c.v, n, head).load(chunk.v, first, count);
   if (c.a) {
-    Rows(*c.a, batch, head).load(chunk.a, first, count);
-    Rows(*c.b, batch, head).load(chunk.b, first, count);
+    c.rows(*c.a, n, head).load(chunk.a, first, count);
+    c.rows(*c.b, n, head).load(chunk.b, first, count);
   }
-  if (c.g_slow) Rows(*c.g_slow, batch, head).load(chunk.decay->log_decays(), first, count);
-  if (c.g) Rows(*c.g, batch, head).load(chunk.decay->log_decays(), first, count, c.g_slow ? 1 : 0);
-  if (c.beta) load_vector(chunk.beta, *c.beta, batch, head, first, count);
+  if (c.g_slow) c.rows(*c.g_slow, n, head).load(chunk.decay->log_decays(), first, count);
+  if (c.g) c.rows(*c.g, n, head).load(chunk.decay->log_decays(), first, count, c.g_slow ? 1 : 0);
+  if (c.beta) load_vector(chunk.beta, c.rows(*c.beta, n, head), first, count);
 }
 
 // The walk of some heads of one sequence. Its chunks are done in groups, which share the memory of `chunks`. All heads
@@ -180,18 +202,20 @@ class Walk {
  public:
   Walk(const Call& call, int64_t group, bool grads) : c(call) {
     for (int64_t i = 0; i < group; i++) chunks.push_back(make_chunk(call, grads));
+    if (grads && c.shared(c.q) > 1) make(query_sums, group, c.sizes.chunk, c.sizes.keys);
+    if (grads && c.shared(c.k) > 1) make(key_sums, group, c.sizes.chunk, c.sizes.keys);
   }
 
   void forward(int64_t n, int64_t first_head, int64_t last_head, const Tensor& initial, const Tensor& final,
                const Tensor& borders, const Tensor& o) {
-    make(states, last_head - first_head);
+    make_states(states, last_head - first_head);
     for (int64_t head = first_head; head < last_head; head++)
       StateRows(initial, n, head, c.states).load(states[head - first_head]);
     const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
     for (int64_t start = 0; start < total; start += group)
       for (int64_t head = first_head; head < last_head; head++) {
         const Mat state = states[head - first_head];
-        const Rows out(o, c.batch(n), head);
+        const Rows out = c.rows(o, n, head);
         const int64_t count = std::min(group, total - start);
         if (borders.defined() && start % kBorder == 0)
           StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).store(state);
@@ -210,18 +234,19 @@ class Walk {
       StateRows(final, n, head, c.states).store(states[head - first_head]);
   }
 
-  // `grads` are those of q, k, v, g, beta, a, b, g_slow; undefined ones are left out.
+  // `grads` are those of q, k, v, g, beta, a, b, g_slow; undefined ones are left out. The parts of q and k stand one
+  // after the other along the first axis.
   void backward(int64_t n, int64_t first_head, int64_t last_head, const Tensor& borders, const Tensor& dout,
                 const Tensor& dfinal, const Tensor& dinitial, const std::vector<Tensor>& grads) {
-    make(states, 1);
-    make(dstates, last_head - first_head);
+    make_states(states, 1);
+    make_states(dstates, last_head - first_head);
     for (int64_t head = first_head; head < last_head; head++)
       StateRows(dfinal, n, head, c.states).load(dstates[head - first_head]);
     const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
     for (int64_t start = (total - 1) / group * group; total > 0 && start >= 0; start -= group)
       for (int64_t head = first_head; head < last_head; head++) {
         const Mat state = states[0], dstate = dstates[head - first_head];
-        const Rows given(dout, c.batch(n), head);
+        const Rows given = c.rows(dout, n, head);
         const int64_t count = std::min(group, total - start);
         StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).load(state);
         run(count, [&](int64_t i) {
@@ -237,7 +262,7 @@ class Walk {
         });
         run(count, [&](int64_t i) {
           chunks[i]->finish_back();
-          store(*chunks[i], n, head, start + i, grads);
+          store(i, n, head, start + i, grads);
         });
       }
     for (int64_t head = first_head; head < last_head; head++)
@@ -245,8 +270,11 @@ class Walk {
   }
 
  private:
-  void make(std::vector<Buffer>& buffers, int64_t count) const {
-    while (static_cast<int64_t>(buffers.size()) < count) buffers.emplace_back(c.states * c.sizes.keys, c.sizes.values);
+  static void make(std::vector<Buffer>& buffers, int64_t count, int64_t rows, int64_t cols) {
+    while (static_cast<int64_t>(buffers.size()) < count) buffers.emplace_back(rows, cols);
+  }
+  void make_states(std::vector<Buffer>& buffers, int64_t count) const {
+    make(buffers, count, c.states * c.sizes.keys, c.sizes.values);
   }
 
   template <class F>
@@ -273,50 +301,65 @@ class Walk {
     });
   }
 
-  void store(Chunk& chunk, int64_t n, int64_t head, int64_t index, const std::vector<Tensor>& grads) const {
-    const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
+  // Store the gradients of `chunks[i]`, which is chunk `index` of sequence n.
+  void store(int64_t i, int64_t n, int64_t head, int64_t index, const std::vector<Tensor>& grads) {
+    const Chunk& chunk = *chunks[i];
+    const int64_t first = c.first_token(n) + index * c.sizes.chunk;
     const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
     const Work& w = chunk.work();
     const Vec scale(static_cast<float>(c.scale));
     each([scale](Vec x) { return x * scale; }, Mat(w.dq));
-    Rows(grads[0], batch, head).store(w.dq, first, count);
-    Rows(grads[1], batch, head).store(w.dk, first, count);
-    Rows(grads[2], batch, head).store(w.dv, first, count);
+    store_shared(grads[0], w.dq, query_sums, i, n, head, first, count);
+    store_shared(grads[1], w.dk, key_sums, i, n, head, first, count);
+    c.rows(grads[2], n, head).store(w.dv, first, count);
     if (c.g) {
       const int64_t column = c.g_slow ? 1 : 0;
       const Mat dg = w.dg, g = chunk.decay->log_decays();
-      for (int64_t i = 0; i < count; i++)
+      for (int64_t t = 0; t < count; t++)
         for (int64_t d = 0; d < g.cols; d++)
-          if (g.row(i)[d] < kFloor) dg.row(i)[d] = 0.f;
-      Rows(grads[3], batch, head).store(dg, first, count, column);
-      if (c.g_slow) Rows(grads[7], batch, head).store(dg, first, count);
+          if (g.row(t)[d] < kFloor) dg.row(t)[d] = 0.f;
+      c.rows(grads[3], n, head).store(dg, first, count, column);
+      if (c.g_slow) c.rows(grads[7], n, head).store(dg, first, count);
     }
     if (c.beta) {
-      const Rows out(grads[4], batch, head);
-      for (int64_t i = 0; i < count; i++) out.number(first + i) = w.dbeta[i];
+      const Rows out = c.rows(grads[4], n, head);
+      for (int64_t t = 0; t < count; t++) out.number(first + t) = w.dbeta[t];
     }
     if (c.a) {
-      Rows(grads[5], batch, head).store(w.da, first, count);
-      Rows(grads[6], batch, head).store(w.db, first, count);
+      c.rows(grads[5], n, head).store(w.da, first, count);
+      c.rows(grads[6], n, head).store(w.db, first, count);
     }
+  }
+  // Add what the heads of a part give to their group, and store the sum with the last of them.
+  void store_shared(const Tensor& out, const Mat& d, std::vector<Buffer>& sums, int64_t i, int64_t n, int64_t head,
+                    int64_t first, int64_t count) const {
+    const int64_t shared = c.shared(out), heads = std::min(shared, c.part), place = head % shared;
+    if (shared == 1) return c.rows(out, n, head).store(d, first, count);
+    const Mat sum = sums[i];
+    if (place % heads == 0)
+      copy(sum, d);
+    else
+      add(sum, d);
+    const int64_t batch = place / heads * c.q.size(0) + c.batch(n);
+    if ((place + 1) % heads == 0) Rows(out, batch, head, c.heads).store(sum, first, count);
   }
 
   const Call& c;
   std::vector<std::unique_ptr<Chunk>> chunks;
   std::vector<Buffer> states, dstates;
+  std::vector<Buffer> query_sums, key_sums;  // of the gradients of each chunk of a group, where heads share them
 };
 
 // Run `f(walk, sequence, first head, last head)` for all sequences and heads: in parallel over them, or one after the
 // other with threads inside where they are too few.
 template <class F>
 void each_head(const Call& c, bool grads, F f) {
-  const int64_t tasks = c.sequences * c.heads, threads = at::get_num_threads();
-  const int64_t bytes = c.states * c.sizes.keys * c.sizes.values * static_cast<int64_t>(sizeof(float));
-  const int64_t most = std::max<int64_t>(1, kStates / bytes);
+  const int64_t part = grads ? c.part : 1, tasks = c.sequences * c.heads / part, threads = at::get_num_threads();
+  const int64_t most = std::max<int64_t>(1, kStates / c.state_bytes() / part) * part;
   auto heads = [&](Walk& walk, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last;) {
+    for (int64_t i = first * part; i < last * part;) {
       const int64_t n = i / c.heads, head = i % c.heads;
-      const int64_t count = std::min({last - i, c.heads - head, most});
+      const int64_t count = std::min({last * part - i, c.heads - head, most});
       f(walk, n, head, head + count);
       i += count;
     }
@@ -351,14 +394,23 @@ std::tuple<Tensor, Tensor, Tensor> forward(
 std::vector<Tensor> backward(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
                              OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor borders,
                              OptionalTensor cu_seqlens, double scale, int64_t chunk_size, Tensor dout, Tensor dfinal) {
-  const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+  Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+  c.part = choose_part(c);
   const Tensor none = at::empty({0}, q.options());
   auto like = [&](const OptionalTensor& x) { return x ? at::empty(x->sizes(), x->options()) : none; };
-  std::vector<Tensor> grads{like(q), like(k), like(v), like(g), like(beta), like(a), like(b), like(g_slow)};
+  auto parts = [&](const Tensor& x) { return std::max<int64_t>(1, c.shared(x) / c.part); };
+  auto like_parts = [&](const Tensor& x) {
+    if (parts(x) == 1) return like(x);
+    return at::empty({parts(x) * x.size(0), x.size(1), x.size(2), x.size(3)}, x.options().dtype(at::kFloat));
+  };
+  std::vector<Tensor> grads{like_parts(q), like_parts(k), like(v), like(g), like(beta), like(a), like(b), like(g_slow)};
   Tensor dinitial = at::empty_like(dfinal);
   each_head(c, true, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
     walk.backward(n, first, last, borders, dout, dfinal, dinitial, grads);
   });
+  for (int64_t i : {0, 1})
+    if (const Tensor x = i ? k : q; parts(x) > 1)
+      grads[i] = grads[i].unflatten(0, {parts(x), x.size(0)}).sum(0).to(x.scalar_type());
   grads.push_back(dinitial);
   return grads;
 }
