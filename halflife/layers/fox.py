@@ -43,9 +43,7 @@ class ForgettingAttention(Attention):
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
         dtype, length = compute_dtype(q), q.shape[1]
         total = cache["forget"].cumsum(1).transpose(1, 2)  # [N, H, S]
-        groups = self.num_heads // self.num_kv_heads
         queries, k, v = (x.to(dtype).transpose(1, 2) for x in (q, cache["keys"], cache["values"]))
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         if at is None:
             at = torch.arange(length, device=q.device).expand(len(q), -1)
         at_once = max(1, MAX_WEIGHTS // max(1, total.numel()))
@@ -56,6 +54,13 @@ class ForgettingAttention(Attention):
             place = at[:, rows].clamp(max=max(total.shape[-1] - 1, 0)).unsqueeze(1).expand(-1, self.num_heads, -1)
             bias = total.gather(2, place).unsqueeze(-1) - total[:, :, None, :seen]
             mask = torch.arange(seen, device=q.device) <= at[:, rows, None] if visible is None else visible[:, rows]
-            scores = queries[:, :, rows] @ k[:, :, :seen].mT * self.head_dim**-0.5 + bias
-            read.append(scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1) @ v[:, :, :seen])
+            scores = _by_group(queries[:, :, rows], k[:, :, :seen].mT) * self.head_dim**-0.5 + bias
+            weights = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1)
+            read.append(_by_group(weights, v[:, :, :seen]))
         return torch.cat(read, 2).transpose(1, 2).to(cache["values"].dtype)
+
+
+def _by_group(rows: Tensor, matrices: Tensor) -> Tensor:
+    """`rows [N, H, T, K] @ matrices [N, G, K, V]`, where each matrix serves the rows of H / G heads."""
+    shared = rows.unflatten(1, (matrices.shape[1], -1))
+    return (shared.flatten(2, 3) @ matrices).unflatten(2, shared.shape[2:4]).flatten(1, 2)

@@ -98,7 +98,7 @@ class Longhorn(Mixer):
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         step, g = self.step_sizes(self.step_proj(r).sigmoid(), k)
         written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(values.dtype)
-        q = q.to(values.dtype).unsqueeze(2).expand_as(written)
+        q = q.to(values.dtype).unsqueeze(2)  # of one group
         y, memory = one_state(x, q, written, values, g, None, state, packing, scale=1, **self.op_options)
         y = self.skip(y.to(x.dtype), values).flatten(-2) * torch.nn.functional.silu(z)
         return self.out_proj(y), {"conv": conv, **memory}

@@ -105,8 +105,7 @@ class Mamba2(HasMemory, Mixer):
         xbc, conv = self.conv(xbc, state.get("conv"), packing)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
-        q = expand_groups(query.unflatten(-1, (self.num_groups, -1)), self.num_heads)
-        k = expand_groups(key.unflatten(-1, (self.num_groups, -1)), self.num_heads)
+        q, k = (part.unflatten(-1, (self.num_groups, -1)) for part in (query, key))
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch.exp()
@@ -116,8 +115,3 @@ class Mamba2(HasMemory, Mixer):
         )
         y = self.norm(y.flatten(-2), z, skip=(self.skip(), values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}
-
-
-def expand_groups(x: Tensor, num_heads: int) -> Tensor:
-    """`[B, T, G, K]` → `[B, T, H, K]`: each group serves H / G heads in a row."""
-    return x.unsqueeze(3).expand(-1, -1, -1, num_heads // x.shape[2], -1).flatten(2, 3)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay import Decay, DecayParts
-from halflife.layers.mamba2 import Skip, expand_groups
+from halflife.layers.mamba2 import Skip
 from halflife.layers.memory.choice import HasMemory, OneOrGateRank, one_state
 from halflife.layers.memory.mimo import MIMO
 from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
@@ -41,9 +41,9 @@ class NormBias(Float32Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, G·K]` → `[B, T, H, K]`, in float32 (float64 for float64)."""
-        heads, size = self.bias.shape
+        size = self.bias.shape[-1]
         normed = F.rms_norm(x.to(compute_dtype(x)).unflatten(-1, (-1, size)), (size,), eps=self.eps) * self.weight
-        return expand_groups(normed, heads) + self.bias
+        return (normed.unsqueeze(3) + self.bias.unflatten(0, (normed.shape[2], -1))).flatten(2, 3)
 
 
 @LAYERS.add("mamba3")

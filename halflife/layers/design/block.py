@@ -22,6 +22,7 @@ from halflife.position import check_pairs, half_lrpe, lrpe
 from halflife.registry import AtLeast, check_choice
 
 POSITIONS = ("none", "rope", "lrpe", "half_lrpe")
+SHARING = ("linear", "delta")  # updates whose heads can share queries and keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Keys:
     Attributes:
         head_dim: K; None means D / H.
         value_dim: V; None means D / H.
+        num_key_heads: G, heads of queries and keys, each of which serves H / G heads; None means H. It is an option of
+            the linear and the delta update.
         share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
         position: "none", "rope", "lrpe", which doubles the rows of the state, or "half_lrpe", LRPE on half of the
             channels, which the Decay paper's authors ran as RoPE. The two channels that RoPE rotates share one decay.
@@ -43,6 +46,7 @@ class Keys:
 
     head_dim: int | None = None
     value_dim: int | None = None
+    num_key_heads: int | None = None
     share_keys: bool = False
     position: str = "none"
     conv_size: int = 0
@@ -123,6 +127,7 @@ class LinearMixer(DecayGate, HasMemory):
         super().__init__()
         vector = decay.decay is not None and decay.granularity == "vector"
         self.update, self.num_heads = update.chosen(vector), place.num_heads
+        self.num_key_heads = keys.num_key_heads or self.num_heads
         self.position, self.activation, self.feature_map = keys.position, keys.activation, keys.feature_map
         self.share_keys = keys.share_keys
         self.head_dim = keys.head_dim or place.head_size()
@@ -136,7 +141,7 @@ class LinearMixer(DecayGate, HasMemory):
             decay, place, head_dim=self.head_dim // 2 if vector and keys.position == "rope" else self.head_dim,
             granularity=decay.granularity, rank=None if keys.share_keys else width or None, bias=decay.decay_bias,
         )  # fmt: skip
-        query, value = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        query, value = self.num_key_heads * self.head_dim, self.num_heads * self.value_dim
         times = self.update.steps
         self.splits = [query, times * value] if keys.share_keys else [query, times * query, times * value]
         self.qkv_proj = nn.Linear(place.hidden_size, sum(self.splits), bias=False)
@@ -151,6 +156,13 @@ class LinearMixer(DecayGate, HasMemory):
         self.unit_keys = self.update.unit_keys if keys.qk_norm is None else keys.qk_norm
 
     def _check(self, decay: BlockDecay, vector: bool) -> None:
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(f"num_key_heads must divide num_heads; got {self.num_key_heads} and {self.num_heads}")
+        if self.num_key_heads != self.num_heads and (self.share_keys or self.update.name not in SHARING):
+            raise ValueError(
+                f"num_key_heads is for projected keys and the {' or the '.join(SHARING)} update; got update "
+                f"{self.update.name!r}{' and share_keys' if self.share_keys else ''}"
+            )
         if self.share_keys and not vector:
             raise ValueError("share_keys writes k = 1 − λ with one λ per channel, so it needs a vector decay")
         if self.update.stretch_gain:
@@ -211,7 +223,7 @@ class LinearMixer(DecayGate, HasMemory):
         return self.out_proj(self.gate(o.to(x.dtype), x)), new | memory
 
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, T, H, K]`, keys `[B, steps · T, H, K]` and values `[B, steps · T, H, V]`.
+        """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
 
         Queries and keys are activated, normalised and encoded (2 K channels under LRPE).
 
@@ -220,7 +232,7 @@ class LinearMixer(DecayGate, HasMemory):
             shared_key: `1 − λ`, or None for projected keys.
         """
         q, *projected, v = qkv.split(self.splits, -1)
-        q, v = self.activate(q.unflatten(-1, (self.num_heads, -1))), self._rows(v, self.value_dim)
+        q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)
         if shared_key is None:
             k = self.activate(self._rows(projected[0], self.head_dim))
         else:
@@ -239,8 +251,8 @@ class LinearMixer(DecayGate, HasMemory):
     def _rows(self, x: Tensor, size: int) -> Tensor:
         """`[B, T, steps · H · size]` → `[B, steps · T, H, size]`."""
         if self.update.steps == 1:
-            return x.unflatten(-1, (self.num_heads, size))
-        return x.unflatten(-1, (self.update.steps, self.num_heads, size)).flatten(1, 2)
+            return x.unflatten(-1, (-1, size))
+        return x.unflatten(-1, (self.update.steps, -1, size)).flatten(1, 2)
 
     def activate(self, x: Tensor) -> Tensor:
         """The activation of queries and keys. A short convolution has one already."""

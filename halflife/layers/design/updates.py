@@ -11,6 +11,7 @@ from torch import Tensor
 from halflife.layers.mixer import State
 from halflife.layers.parts import ShortConv
 from halflife.ops import dplr
+from halflife.ops.chunked.groups import weigh
 from halflife.packing import Packing
 from halflife.registry import check_choice
 
@@ -127,7 +128,7 @@ class UpdateChoice(Update):
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         gain = None if tokens.gain is None else tokens.gain.to(tokens.k.dtype)
         if not self.has_strength:
-            k = tokens.k if gain is None else tokens.k * gain.unsqueeze(-1)
+            k = tokens.k if gain is None else weigh(tokens.k, gain.expand(*tokens.k.shape[:2], -1).unsqueeze(-1), 2)
             return _remember(block, tokens, k, None)
         beta = self.strength(block, tokens.x)
         return UPDATES[self.update](block, tokens, tokens.k, beta if gain is None else beta * gain)
