@@ -120,6 +120,20 @@ def test_groups_that_do_not_divide(op, name, groups):
     assert_raises(ValueError, message, getattr(ops, op), **tensors)
 
 
+@pytest.mark.parametrize("decayed", [False, True])
+def test_heads_of_koopman_attention_that_share_keys(decayed):
+    """They are one head with the channels of all."""
+    draw, gates = generator("koopman", decayed), {"mix": torch.tensor([0.3, 1.0], dtype=torch.float64)}
+    q, k, v = (torch.randn(2, 21, n, 6, generator=draw, dtype=torch.float64, requires_grad=True) for n in (2, 2, 6))
+    if decayed:
+        gates |= {"g": -torch.rand(2, 21, 2, generator=draw).double(), "beta": torch.rand(2, 21, 2).double()}
+    every = {n: x.repeat_interleave(3, -1) for n, x in gates.items()}
+    got, _ = ops.koopman_attention(q, k, v, **gates, chunk_size=4)
+    want, _ = ops.koopman_attention(*(x.repeat_interleave(3, 2) for x in (q, k)), v, **every, chunk_size=4)
+    results = [dict(zip("qkv", torch.autograd.grad(y.square().sum(), (q, k, v)), strict=True)) for y in (got, want)]
+    assert_close({"o": got, **results[0]}, {"o": want, **results[1]}, 4 * 1e-11)
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("backend", [name for name in ("chunked", "native") if name in ops.available_backends("dplr")])
 def test_no_group_is_copied_for_its_heads(op, backend):

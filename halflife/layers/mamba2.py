@@ -105,7 +105,7 @@ class Mamba2(HasMemory, Mixer):
         xbc, conv = self.conv(xbc, state.get("conv"), packing)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
-        q, k = (part.unflatten(-1, (self.num_groups, -1)) for part in (query, key))
+        q, k = query.unflatten(-1, (self.num_groups, -1)), key.unflatten(-1, (self.num_groups, -1))
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch.exp()

@@ -101,7 +101,7 @@ def _gated_deltanet(config: Config) -> Parsed:
 
 def _gated_deltanet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     return model_rules(model, [
-        *qkv(s, model, s.num_heads, s.num_heads, model.mixer_options["num_heads"]),
+        *qkv(s, model, s.num_heads, s.num_heads, model.mixer_options["num_heads"], repeat=False),
         copy("decay_proj.up.weight", "a_proj.weight"),
         copy("beta_proj.weight", "b_proj.weight"),
         copy("decay.A_log", "A_log"),
@@ -123,7 +123,7 @@ def _kda_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     names = {"decay_proj.down": "f_proj.0", "decay_proj.up": "f_proj.1", "beta_proj": "b_proj", "gate.down": "g_proj.0"}
     names |= {"gate.up": "g_proj.1", "gate.norm": "o_norm", "out_proj": "o_proj"}
     return model_rules(model, [
-        *qkv(s, model, s.num_heads, s.num_heads, number),
+        *qkv(s, model, s.num_heads, s.num_heads, number, repeat=False),
         *(copy(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in names.items()),
         copy("gate.up.bias", "g_proj.1.bias"),
         copy("decay.A_log", "A_log", number),
@@ -134,7 +134,7 @@ def _kda_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
 def _describe_delta(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one = mixers[0]
     return {
-        "num_heads": one.num_heads // shared_heads(mixers, slice(0, 2)), "num_v_heads": one.num_heads,
+        "num_heads": one.num_key_heads, "num_v_heads": one.num_heads,
         "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, "use_short_conv": one.conv is not None,
         "conv_size": one.conv.size if one.conv else 4, "allow_neg_eigval": one.update.allow_neg_eigval, "attn": None,
         **({} if model.config.mixer == "kda" else {"use_gate": hasattr(one.gate, "proj")}), "hidden_act": "swish",
@@ -143,9 +143,12 @@ def _describe_delta(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
 
 
 def _delta_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
+    number = s.num_v_heads or s.num_heads
+    divide(number, s.num_heads, "the number of heads that share a key, num_v_heads / num_heads,")
     return linear_model(mixer, s, {
-        "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
-        "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, **options,
+        "num_heads": number, **({} if number == s.num_heads else {"num_key_heads": s.num_heads}),
+        "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v), "conv_size": s.conv_size,
+        "allow_neg_eigval": s.allow_neg_eigval, **options,
     })  # fmt: skip
 
 
@@ -158,9 +161,11 @@ def linear_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> Mod
     )  # fmt: skip
 
 
-def qkv(s: SimpleNamespace, model: ModelConfig, *given: int) -> Iterator[Rule]:
+def qkv(s: SimpleNamespace, model: ModelConfig, *given: int, repeat: bool = True) -> Iterator[Rule]:
+    """Yield the rules of queries, keys and values; `repeat` those that heads share, where the layer has no groups."""
     o = model.mixer_options
-    return qkv_rules(s.hidden_size, given, (o["head_dim"], o["head_dim"], o["value_dim"]), o["conv_size"])
+    sizes = o["head_dim"], o["head_dim"], o["value_dim"]
+    return qkv_rules(s.hidden_size, given, sizes, o["conv_size"], ours=None if repeat else given)
 
 
 def model_rules(model: ModelConfig, mixer: Iterable[Rule]) -> Iterator[Rule]:

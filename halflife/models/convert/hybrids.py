@@ -23,7 +23,6 @@ from halflife.models.convert.rules import (
     divide,
     join_convolutions,
     qkv_rules,
-    shared_heads,
     split_convolutions,
 )
 from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
@@ -131,9 +130,11 @@ def _model(
 
 def gated_deltanet_options(s: SimpleNamespace) -> dict[str, Any]:
     """Return the options of the layer for the settings of a Gated DeltaNet of transformers."""
+    keys, values = s.linear_num_key_heads, s.linear_num_value_heads
+    divide(values, keys, "linear_num_value_heads / linear_num_key_heads")
     return {
-        "num_heads": s.linear_num_value_heads, "head_dim": s.linear_key_head_dim, "value_dim": s.linear_value_head_dim,
-        "conv_size": s.linear_conv_kernel_dim,
+        "num_heads": values, "head_dim": s.linear_key_head_dim, "value_dim": s.linear_value_head_dim,
+        "conv_size": s.linear_conv_kernel_dim, **({} if keys == values else {"num_key_heads": keys}),
     }  # fmt: skip
 
 
@@ -141,8 +142,8 @@ def gated_deltanet_rules(s: SimpleNamespace, joined: str, names: tuple[str, ...]
     """Yield the rules of a Gated DeltaNet of transformers. The names are those of z, β, a, the norm and the output."""
     keys, values = s.linear_num_key_heads, s.linear_num_value_heads
     sizes = (s.linear_key_head_dim, s.linear_key_head_dim, s.linear_value_head_dim)
-    ratio = "linear_num_value_heads / linear_num_key_heads"
-    yield from qkv_rules(s.hidden_size, (keys, keys, values), sizes, s.linear_conv_kernel_dim, joined, ratio)
+    given = keys, keys, values
+    yield from qkv_rules(s.hidden_size, given, sizes, s.linear_conv_kernel_dim, joined, given)
     ours = ("gate.proj", "beta_proj", "decay_proj.up", "gate.norm", "out_proj")
     yield from (copy(f"{a}.weight", f"{b}.weight") for a, b in zip(ours, names, strict=True))
     yield copy("decay.A_log", "A_log")
@@ -204,7 +205,7 @@ def _describe(qwen: bool, model: LanguageModel, mixers: list[Any]) -> dict[str, 
         "rms_norm_eps": config.norm_eps, "rope_parameters": rope,
         "linear_conv_kernel_dim": first.conv.size if first.conv else 0,
         "linear_key_head_dim": first.head_dim, "linear_value_head_dim": first.value_dim,
-        "linear_num_key_heads": first.num_heads // shared_heads(linear, slice(0, 2)),
+        "linear_num_key_heads": first.num_key_heads,
         "linear_num_value_heads": first.num_heads, "layer_types": [KINDS[i in full] for i in range(config.num_layers)],
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
         **({} if qwen else {"linear_allow_neg_eigval": first.update.allow_neg_eigval}),

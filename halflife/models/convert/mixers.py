@@ -119,12 +119,12 @@ def _qwen3_next_rules(s: SimpleNamespace) -> Iterator[Rule]:
     beta, decay = torch.arange(keys * ba).view(keys, ba).split(group, 1)
     from_qkvz = (("in_proj_qkvz.weight", (keys * qkvz, s.hidden_size)),)
     from_ba = (("in_proj_ba.weight", (keys * ba, s.hidden_size)),)
-    queries, taps = (x.repeat_interleave(group, 0).flatten() for x in (q, k)), s.linear_conv_kernel_dim
-    yield Rule("qkv_proj.weight", from_qkvz, torch.cat([*queries, v.flatten()]))
+    yield Rule("qkv_proj.weight", from_qkvz, torch.cat([x.flatten() for x in (q, k, v)]))
     yield Rule("gate.proj.weight", from_qkvz, z.flatten())
     yield Rule("beta_proj.weight", from_ba, beta.flatten())
     yield Rule("decay_proj.up.weight", from_ba, decay.flatten())
-    *_, conv = qkv_rules(s.hidden_size, (keys, keys, s.linear_num_value_heads), (key, key, value), taps)
+    given = keys, keys, s.linear_num_value_heads
+    *_, conv = qkv_rules(s.hidden_size, given, (key, key, value), s.linear_conv_kernel_dim, ours=given)
     yield conv
     names = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias", "gate.norm.weight": "norm.weight"}
     yield from (copy(ours, theirs) for ours, theirs in {**names, "out_proj.weight": "out_proj.weight"}.items())

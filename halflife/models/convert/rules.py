@@ -61,22 +61,23 @@ def divide(whole: float, parts: int, name: str) -> int:
 
 def qkv_rules(
     hidden: int, given: Sequence[int], sizes: Sequence[int], taps: int, joined: str = "",
-    ratio: str = "heads that share a key or a value",
+    ours: Sequence[int] | None = None,
 ) -> Iterator[Rule]:  # fmt: skip
     """Yield the rules of the projection of queries, keys and values, and of the short convolution after it.
 
     Args:
         hidden: width of the input.
-        given: the heads of queries, keys and values that the other library has. Ours has the largest number of each.
+        given: the heads of queries, keys and values that the other library has.
         sizes: the sizes of a head.
         taps: taps of the convolution.
         joined: the name of their projection; without one, they have `q_proj`, `k_proj` and `v_proj`.
-        ratio: the name of the number of heads that share one, for messages.
+        ours: the heads of each that ours has, in which those of the other library are repeated; None means the largest
+            number for each.
     """
     rows = [number * size for number, size in zip(given, sizes, strict=True)]
     index = torch.cat([
-        heads(sum(rows[:i]), number, size, divide(max(given), number, ratio))
-        for i, (number, size) in enumerate(zip(given, sizes, strict=True))
+        heads(sum(rows[:i]), number, size, divide(own, number, "heads that share a key or a value"))
+        for i, (number, size, own) in enumerate(zip(given, sizes, ours or [max(given)] * 3, strict=True))
     ])  # fmt: skip
     separate = tuple((f"{name}_proj.weight", (count, hidden)) for name, count in zip("qkv", rows, strict=True))
     yield Rule("qkv_proj.weight", ((joined, (sum(rows), hidden)),) if joined else separate, index)

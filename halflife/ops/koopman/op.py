@@ -20,7 +20,7 @@ Source: Echo, §3.2, Appendices A, F, I.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def koopman_attention(
     Args:
         q: queries `[B, S, H, R]`. S is T in mode "chunk", and may be another number in the other modes.
         k: keys `[B, T, H, R]`.
-        v: values `[B, T, H, P]`.
+        v: values `[B, T, H, P]`, or m heads for each of q and k, `[B, T, m·H, P]`. An operator depends on keys, g and β
+            alone, so m heads that share them are one head with m·P channels, also in the state.
         gamma, mix: γ and μ, numbers or one per head `[H]`. `mix [K + 1, H]` is a weight of every power,
             `y = C Σ μ_i x_i` with x_0 = x.
         g: log-decay ≤ 0, one per head `[B, T, H]` or one per key channel `[B, T, H, R]`; −∞ begins anew, and None is no
@@ -91,17 +92,27 @@ def koopman_attention(
             with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
 
     Returns:
-        `y [B, S, H, P]` in v's dtype (0 where an operator has seen no key), and the state or None.
+        `y [B, S, H or m·H, P]` in v's dtype (0 where an operator has seen no key), and the state or None.
 
     Raises:
         ValueError: a shape, name or size does not fit, or the backend cannot run.
     """
+    shared = _heads_of_a_key(k, v)
+    v = v if shared == 1 else v.unflatten(2, (-1, shared)).flatten(3)
     call = KoopmanCall(
         q, k, v, gamma, mix, ridge, power, mode, mask, chunk_size, refresh, normalization, initial_state, cu_seqlens,
         operator, g, beta,
     )  # fmt: skip
     result = attend(call, backend)
-    return result.y, result.state if output_final_state else None
+    y = result.y if shared == 1 else result.y.unflatten(-1, (shared, -1)).flatten(2, 3)
+    return y, result.state if output_final_state else None
+
+
+def _heads_of_a_key(k: Any, v: Any) -> int:
+    """The number of value heads for each head of keys; 1 where the check of arguments has something to say."""
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor) and k.ndim == v.ndim == 4 and k.shape[2] and v.shape[2]):
+        return 1
+    return v.shape[2] // k.shape[2] if v.shape[2] % k.shape[2] == 0 else 1
 
 
 class KoopmanResult(NamedTuple):
