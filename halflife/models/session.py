@@ -75,11 +75,13 @@ class Session:
         """
         ids = self._ids(tokens)
         with fast_linears(self.model) if len(ids) > 1 else nullcontext():
-            for piece in ids.split(self.piece_size) if len(ids) else ():
+            # The ids are copied first, so that a GPU need not wait for each piece.
+            copies = ids.cpu().split(self.piece_size)
+            for piece, copy in zip(ids.split(self.piece_size), copies, strict=True) if len(ids) else ():
                 hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
                 self.state = self._cast(state)
                 self._logits = self.model.logits(hidden[0, -1])
-                self._remember(piece.tolist())
+                self._remember(copy.tolist())
                 self.position += len(piece)
         return self
 
