@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# The dtype for sums over tokens and products of activations, which may exceed float16's 65,504 before a norm.
+ROOMY = {torch.float16: torch.float32} | {x: x for x in (torch.float32, torch.bfloat16, torch.float64)}
+
 
 class Float32Module(nn.Module):
     """A module whose direct parameters and buffers stay float32 (or wider) through `.to()`, `.half()`, `.bfloat16()`.

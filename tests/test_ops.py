@@ -230,6 +230,12 @@ def test_selfcheck_passes_here():
     assert {check.op for check in report.checks} == set(ops.ops())
 
 
+def test_selfcheck_of_a_few_tokens():
+    """No query of Koopman attention reads an operator then, so its gradients are 0."""
+    report = ops.selfcheck("cpu", length=9, ops=["koopman_attention"])
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize(
     "op", slow_beyond(("gate_rank", "koopman_attention"), [*OPS, "gate_rank", "koopman_attention"])
 )

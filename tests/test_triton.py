@@ -427,3 +427,16 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
     q = torch.zeros(1, 3, 2, 16)
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "TRITON_INTERPRET=1" in why_not(q, q, q)
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+def test_float16_beside_float32_is_float32(update):
+    """As in a float16 model, whose values are float32 so that outputs do not overflow."""
+    arguments = {name: x.float() for name, x in inputs(update, "scalar", 20).items()}
+    arguments |= {name: arguments[name].half().float() for name in "qk"}
+    narrow = {name: x.half() if name in "qk" else x for name, x in arguments.items()}
+    got, expected = (
+        dict(zip("os", run_kernels(call_of(OP[update], given)), strict=True)) for given in (narrow, arguments)
+    )
+    assert got["o"].dtype == torch.float32
+    assert_same(got, expected)

@@ -16,7 +16,7 @@ from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run
 from halflife.layers.parts import ShortConv
 from halflife.packing import Packing
-from halflife.precision import compute_dtype
+from halflife.precision import ROOMY, compute_dtype
 from halflife.registry import check_choice
 
 
@@ -100,8 +100,8 @@ class Longhorn(Mixer):
         written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(values.dtype)
         q = q.to(values.dtype).unsqueeze(2)  # of one group
         y, memory = one_state(x, q, written, values, g, None, state, packing, scale=1, **self.op_options)
-        y = self.skip(y.to(x.dtype), values).flatten(-2) * torch.nn.functional.silu(z)
-        return self.out_proj(y), {"conv": conv, **memory}
+        y = self.skip(y.to(ROOMY[x.dtype]), values).flatten(-2) * torch.nn.functional.silu(z)
+        return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"conv": conv, **memory}
 
     def step_sizes(self, beta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """`β [B, T, H]`, `k [B, T, K]` → `ε [B, T, H]` and `g = log(1 − ε k²) [B, T, H, K]` in float32."""

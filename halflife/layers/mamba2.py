@@ -11,7 +11,7 @@ from halflife.layers.options import Place, Run, StepDecay, check_gain
 from halflife.layers.parts import OUTPUT_NORMS, ShortConv
 from halflife.ops.fused import scale_heads
 from halflife.packing import Packing
-from halflife.precision import Float32Module
+from halflife.precision import ROOMY, Float32Module
 from halflife.registry import check_choice
 
 
@@ -30,7 +30,7 @@ class Skip(Float32Module):
         """`y + D ⊙ x` for `y, x [B, T, H, V]`. Without them it returns D `[H]`, for an op that adds the product."""
         if y is None or x is None:
             return self.D.clone()  # the parameter itself may be freed after this call, by FSDP for example
-        return torch.addcmul(y, self.D.unsqueeze(-1).to(y.dtype), x)
+        return torch.addcmul(y, self.D.unsqueeze(-1).to(y.dtype), x.to(y.dtype))
 
 
 @LAYERS.add("mamba2")
@@ -109,7 +109,7 @@ class Mamba2(HasMemory, Mixer):
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch.exp()
-        v = scale_heads(values, step, self.pass_backend)
+        v = scale_heads(values.to(ROOMY[values.dtype]), step, self.pass_backend)
         y, memory = self.memory(
             x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
         )

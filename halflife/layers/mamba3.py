@@ -162,11 +162,12 @@ class Mamba3(HasMemory, Mixer):
             y, memory = self.mimo(
                 x, q, k, v, z, self.skip(), g, step, end, state, packing, norm=norm, **self.op_options
             )
-            return self.out_proj(y.flatten(-2)), {"angle": last, **memory}
+            y = y.flatten(-2)
+            return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"angle": last, **memory}
         y, memory = integrate(self.memory, x, q, k, v, g, step, end, state, packing, **self.op_options)
         y = self.skip(y, v).flatten(-2)
         y = y * F.silu(z) if self.norm is None else self.norm(y, z)
-        return self.out_proj(y), {"angle": last, **memory}
+        return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"angle": last, **memory}
 
 
 class ChosenRateDecay(Decay):
@@ -267,4 +268,6 @@ class EchoMamba3(Mixer):
         q, k = turn_both(c, b, angle)
         v, end = v.unflatten(-1, (self.num_heads, -1)), trapezoid.sigmoid()
         y, memory = integrate(one_state, x, q, k, v, g, step, end, state, packing, **self.op_options)
-        return self.out_proj(y.flatten(-2) * F.silu(z)), {"conv": conv, "angle": last, **memory}
+        y = y.flatten(-2) * F.silu(z)
+        y = self.out_proj(y.half() if x.dtype == torch.float16 else y)
+        return y, {"conv": conv, "angle": last, **memory}

@@ -14,7 +14,7 @@ from halflife.ops import causal_conv1d, fused
 from halflife.ops.backends.dispatch import beside
 from halflife.packing import Packing
 from halflife.position import angles, spread
-from halflife.precision import compute_dtype
+from halflife.precision import ROOMY, compute_dtype
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -66,7 +66,10 @@ class GatedRMSNorm(nn.Module):
         if z is None:
             groups = add_skip(y, skip).unflatten(-1, (self.groups, -1))
             return F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
-        return fused.rms_norm_of_gated(y, z, self.weight, self.groups, self.eps, skip, self.pass_backend)
+        room = ROOMY[z.dtype]
+        skip = None if skip is None else (skip[0], skip[1].to(room))
+        y = fused.rms_norm_of_gated(y, z.to(room), self.weight, self.groups, self.eps, skip, self.pass_backend)
+        return y.half() if z.dtype == torch.float16 else y
 
 
 class NormBeforeGate(GatedRMSNorm):
@@ -75,7 +78,9 @@ class NormBeforeGate(GatedRMSNorm):
     def forward(self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """As `GatedRMSNorm`, with the norm before the gate."""
         y = super().forward(y, None, skip)
-        return y if z is None else y * F.silu(z)
+        if z is None:
+            return y
+        return (y * F.silu(z)).half() if z.dtype == torch.float16 else y * F.silu(z)
 
 
 class GateWithoutNorm(nn.Module):
@@ -86,7 +91,8 @@ class GateWithoutNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """`y, z [B, T, D]`, and `skip` as in `GatedRMSNorm`."""
-        return add_skip(y, skip) * F.silu(z)
+        y = add_skip(y, skip) * F.silu(z)
+        return y.half() if z.dtype == torch.float16 else y
 
 
 OUTPUT_NORMS = {"after_gate": GatedRMSNorm, "before_gate": NormBeforeGate, "none": GateWithoutNorm}
@@ -98,7 +104,9 @@ def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
         return y
     scale, x = skip
     heads = (len(scale), -1)
-    return torch.addcmul(y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.unflatten(-1, heads)).flatten(-2)
+    return torch.addcmul(
+        y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.to(y.dtype).unflatten(-1, heads)
+    ).flatten(-2)
 
 
 class NormThenSwish(RMSNorm):
@@ -107,7 +115,8 @@ class NormThenSwish(RMSNorm):
     def forward(self, o: Tensor, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """`o [B, T, H, V]`, `z [B, T, H·V]` → `[B, T, H·V]`."""
         assert self.eps is not None
-        return fused.gated_head_norm(o, z, self.weight, self.eps, self.pass_backend)
+        y = fused.gated_head_norm(o, z.to(ROOMY[z.dtype]), self.weight, self.eps, self.pass_backend)
+        return y.half() if z.dtype == torch.float16 else y
 
 
 class SigmoidThenNorm(RMSNorm):
@@ -116,7 +125,8 @@ class SigmoidThenNorm(RMSNorm):
     def forward(self, y: Tensor, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """`y, z [B, T, D]` → `[B, T, D]`."""
         assert self.eps is not None
-        return fused.rms_norm_of_sigmoid_gated(y, z, self.weight, self.eps, self.pass_backend)
+        y = fused.rms_norm_of_sigmoid_gated(y, z.to(ROOMY[z.dtype]), self.weight, self.eps, self.pass_backend)
+        return y.half() if z.dtype == torch.float16 else y
 
 
 class HeadwiseGate(nn.Module):

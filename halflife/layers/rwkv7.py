@@ -17,6 +17,7 @@ from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.ops import dplr
 from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
+from halflife.precision import ROOMY
 
 # Exponents e of the initial value of each μ, which is 1 − (i/D)^{e (1 − layer/layers)} in channel i.
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -178,12 +179,13 @@ class RWKV7(Mixer):
             k, b = gain * k, gain * b
         k, v, a, b = (x.to(r.dtype) for x in (k, v, a, b))  # autocast leaves some in float32
         o, memory = dplr(
-            r, k, v, a, b, g, scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
-            **self.op_options,
+            r, k, v.to(ROOMY[v.dtype]), a, b, g, scale=1, initial_state=state.get("memory"),
+            output_final_state=True, cu_seqlens=packing, **self.op_options,
         )  # fmt: skip
         assert memory is not None
-        bonus = (r * k * self._per_head(self.r_k)).sum(-1, keepdim=True) * v
-        y = self.out_proj((self.norm(o) + bonus.flatten(-2)) * self.gate_lora(xs["g"]))
+        bonus = (r.to(ROOMY[r.dtype]) * k * self._per_head(self.r_k)).sum(-1, keepdim=True) * v
+        y = (self.norm(o) + bonus.flatten(-2)) * self.gate_lora(xs["g"])
+        y = self.out_proj(y.half() if x.dtype == torch.float16 else y)
         return y, {"shift": last, "memory": memory}
 
     def values(self, x: Tensor, shared: Shared | None) -> Tensor:

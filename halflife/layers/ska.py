@@ -15,7 +15,7 @@ from halflife.layers.options import DecayChoice, Place, Run
 from halflife.layers.parts import ShortConv
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.packing import Packing
-from halflife.precision import Float32Module, compute_dtype
+from halflife.precision import ROOMY, Float32Module, compute_dtype
 from halflife.registry import AtLeast, check_choice
 
 FIXED_MIX = {"koopman": 1.0, "ridge": 0.0}  # μ that is not learned
@@ -63,7 +63,7 @@ class Readout(Float32Module):
 
         A forward hook sees the state and the count of repeated factorisations in the result.
         """
-        result = attend(KoopmanCall(q, k, v, **self.settings(), **options), backend)
+        result = attend(KoopmanCall(q, k, v.to(ROOMY[v.dtype]), **self.settings(), **options), backend)
         return result._replace(y=result.y * self.eta.unsqueeze(-1).to(result.y.dtype))
 
 
@@ -242,7 +242,8 @@ class SKA(DecayGate):
             y, new = self.read(q, k, v, weights, mask, before, packing)
         else:
             y, new = self.read_whole(q, k, v, weights, mask, packing)
-        return self.out_proj(y.flatten(-2)), {**new, **others}
+        y = y.flatten(-2)
+        return self.out_proj(y.half() if x.dtype == torch.float16 else y), {**new, **others}
 
     def weights(self, x: Tensor, state: State, packing: Packing) -> tuple[dict[str, Tensor], State]:
         """The op's `g [B, T, H]` or `[B, T, H, R]` and `beta [B, T, H]`, if any, and the state of the decay."""
@@ -251,7 +252,8 @@ class SKA(DecayGate):
             position = packing.positions(state.get("position"), x.device)
             weights["g"], decayed = self.log_decays(self.decay_input(x), position, state, packing)
         if self.beta_proj is not None:
-            weights["beta"] = self.beta_proj(x).sigmoid()
+            beta = self.beta_proj(x)
+            weights["beta"] = beta.to(ROOMY[beta.dtype]).sigmoid()
         return weights, decayed
 
     def lifted(self, x: Tensor, dtype: torch.dtype) -> Tensor:

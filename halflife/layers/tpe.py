@@ -59,7 +59,7 @@ class Toeplitz(Mixer):
         q, k, g = (part.expand(*x.shape[:2], *part.shape) for part in (read.to(x.dtype), write.to(x.dtype), g))
         values = x.unflatten(-1, (self.num_heads, self.head_dim))
         y, memory = one_state(x, q, k, values, g, None, state, packing, scale=1, **self.op_options)
-        return y.flatten(-2), memory
+        return y.flatten(-2).to(x.dtype), memory
 
 
 @LAYERS.add("tpe")

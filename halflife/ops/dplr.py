@@ -39,7 +39,9 @@ def dplr(
         q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G).
         v: values `[B, T, H, V]`.
         a, b: vectors of the correction `[B, T, H, K]`. It reads the state with a, before the decay, and writes with b.
-            The norm of `diag(e^g) + b aᵀ` must be at most 1, or the state grows without bound.
+            The norm of `diag(e^g) + b aᵀ` must be at most 1, or the state grows without bound. A chunk forms the
+            products of the corrections of its tokens. If these overflow, its outputs are NaN even from a state of zeros
+            and values of zeros, which only "reference" leaves at 0.
         g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`. −inf erases all but the correction; None is no decay.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.

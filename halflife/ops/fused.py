@@ -33,6 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Te
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    weight = weight.to(x.dtype) if weight.dtype == torch.float16 else weight  # activations may be float32 then
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -91,6 +92,7 @@ def rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float, 
 
 
 def _rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    weight = weight.to(y.dtype) if weight.dtype == torch.float16 else weight  # activations may be float32 then
     return F.rms_norm(y * z.sigmoid(), weight.shape, weight, eps)
 
 
@@ -108,6 +110,7 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, backend: s
 
 
 def _gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    weight = weight.to(o.dtype) if weight.dtype == torch.float16 else weight  # activations may be float32 then
     return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * F.silu(z)
 
 

@@ -21,14 +21,15 @@ from halflife.ops.log_linear.op import log_linear_attention
 from halflife.ops.ridge_attention import ridge_attention
 from halflife.ops.spec import OPS
 
-# The largest allowed error relative to the largest entry, four times the worst one measured on a CPU (5e-7 and 3.5e-3).
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2}
+# The largest allowed error relative to the largest entry, four times the worst one measured on a CPU (5e-7, 3.5e-3 and
+# 1.6e-3).
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2, torch.float16: 6.4e-3}
 # An op that solves systems loses digits in proportion to their condition number, which is up to T / ridge. The float32
 # bounds are four times the worst of four draws: 2.3e-4 (decayed, or compiled, which follows the operators of single
 # tokens by rank-one updates) and 2.6e-6. In bfloat16 the rounding of the outputs is larger (3.6e-3).
 TOLERANCES = {
-    "koopman_attention": {torch.float32: 9.2e-4, torch.bfloat16: 1.4e-2},
-    "ridge_attention": {torch.float32: 1.1e-5, torch.bfloat16: 1.4e-2},
+    "koopman_attention": TOLERANCE | {torch.float32: 9.2e-4},
+    "ridge_attention": TOLERANCE | {torch.float32: 1.1e-5},
 }
 # Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
 # measured in Triton's interpreter (1.0e-2).
@@ -206,8 +207,9 @@ def _run(
     # The weights are drawn in bfloat16, so that they are the same numbers in every dtype.
     weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in outputs]
     torch.stack([(x * weight).sum() for x, weight in zip(outputs, weights, strict=True)]).sum().backward()
-    results = [*outputs, *(leaf.grad for leaf in leaves.values())]
-    return [x.detach().double().cpu() for x in results if x is not None]
+    # A short sequence may not read a tensor, which a token loop sees and a chunked form does not.
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values() if x.requires_grad]
+    return [x.detach().double().cpu() for x in (*outputs, *grads)]
 
 
 def _call(op: str, arguments: dict[str, Tensor], options: dict[str, Any], backend: str) -> tuple[Tensor, Any]:

@@ -19,6 +19,7 @@ from halflife.layers.parts import FEATURE_MAPS, GATES, rotary
 from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
 from halflife.position import check_pairs, half_lrpe, lrpe
+from halflife.precision import ROOMY
 from halflife.registry import AtLeast, check_choice
 
 POSITIONS = ("none", "rope", "lrpe", "half_lrpe")
@@ -220,7 +221,8 @@ class LinearMixer(DecayGate, HasMemory):
             qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
         q, k, v = self.heads(qkv, key, position)
         o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
-        return self.out_proj(self.gate(o.to(x.dtype), x)), new | memory
+        y = self.gate(o.to(ROOMY[x.dtype]), x)
+        return self.out_proj(y.half() if x.dtype == torch.float16 else y), new | memory
 
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
@@ -240,7 +242,7 @@ class LinearMixer(DecayGate, HasMemory):
             k = torch.cat([k, k], -1) if self.position == "rope" else k
         q = self.update.query(self, q, k)
         if self.unit_keys and not self.update.norms_apart:
-            q, k = (l2_normalize(x, backend=self.pass_backend) for x in (q, k))
+            q, k = (l2_normalize(x.to(ROOMY[x.dtype]), backend=self.pass_backend) for x in (q, k))
         if self.position == "rope":
             q, k = rotary(q, k, position, backend=self.pass_backend)
         elif self.position != "none":

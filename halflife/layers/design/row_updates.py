@@ -16,7 +16,7 @@ from halflife.layers.parts import ShortConv
 from halflife.ops import ridge_attention
 from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
-from halflife.precision import Float32Module, inverse_softplus_of
+from halflife.precision import ROOMY, Float32Module, inverse_softplus_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,11 @@ class Feedback(Update):
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         x, q, k, v, *_ = tokens
+        v = v.to(ROOMY[v.dtype])
         beta, share = self.strength(block, x).unsqueeze(-1), block.feedback()[0]
         if self.normalize_feedback:
-            q, p, k = (l2_normalize(part, backend=block.pass_backend) for part in (q, share * k, k))
+            parts = (part.to(ROOMY[part.dtype]) for part in (q, share * k, k))
+            q, p, k = (l2_normalize(part, backend=block.pass_backend) for part in parts)
         else:
             p = share * k
         read = -beta * p
@@ -148,7 +150,7 @@ class Ridge(Update):
         x, q, k, v, g, _, state, packing = tokens
         assert g is not None
         o, sums = ridge_attention(
-            q, k, v, g, self.strength(block, x), block.ridge().to(g.dtype),
+            q, k, v.to(ROOMY[v.dtype]), g, self.strength(block, x), block.ridge().to(g.dtype),
             initial_state=(state["gram"], state["memory"]) if "gram" in state else None, output_final_state=True,
             cu_seqlens=packing, chunk_size=block.chunk_size, backend=block.backend, iterations=self.iterations,
             tolerance=self.tolerance,

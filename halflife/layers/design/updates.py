@@ -13,6 +13,7 @@ from halflife.layers.parts import ShortConv
 from halflife.ops import dplr
 from halflife.ops.chunked.groups import weigh
 from halflife.packing import Packing
+from halflife.precision import ROOMY
 from halflife.registry import check_choice
 
 Block = Any  # a `LinearMixer`, whose module imports this one
@@ -80,7 +81,8 @@ class Update:
 
     def strength(self, block: Block, x: Tensor) -> Tensor:
         """The writing strengths β `[B, T, steps · H]`."""
-        beta = block.beta_proj(x).sigmoid()
+        beta = block.beta_proj(x)
+        beta = beta.to(ROOMY[beta.dtype]).sigmoid()
         return 2 * beta if self.allow_neg_eigval else beta
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
@@ -160,7 +162,8 @@ def by_dplr(
 ) -> tuple[Tensor, State]:
     """`S_t = diag λ_t S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ`."""
     o, memory = dplr(
-        q, k, v, a, b, tokens.g, initial_state=tokens.state.get("memory"), output_final_state=True,
+        q, k, v.to(ROOMY[v.dtype]), a, b, tokens.g,
+        initial_state=tokens.state.get("memory"), output_final_state=True,
         cu_seqlens=tokens.packing, **block.op_options,
     )  # fmt: skip
     assert memory is not None

@@ -15,6 +15,7 @@ from halflife.layers.options import Place
 from halflife.ops import delta_rule, linear_attention
 from halflife.ops.gate_rank import check_reset_law
 from halflife.packing import Packing
+from halflife.precision import ROOMY
 from halflife.registry import check_options
 
 # (x, q, k, v, g, beta, state, packing, **options) → (o, state)
@@ -91,7 +92,8 @@ def one_state(
     x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: State, packing: Packing,
     **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """The memory of one state, `memory [N, H, K, V]`."""
+    """The memory of one state, `memory [N, H, K, V]`. The outputs are float32 for values in float16."""
+    v = v.to(ROOMY[v.dtype])
     options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": packing}
     if beta is None:
         o, memory = linear_attention(q, k, v, g, **options)

@@ -15,7 +15,7 @@ from halflife.layers.mixer import State
 from halflife.ops import causal_conv1d, gate_rank
 from halflife.ops.gate_rank import check_reset_law
 from halflife.packing import Packing
-from halflife.precision import Float32Module, compute_dtype, without_autocast
+from halflife.precision import ROOMY, Float32Module, compute_dtype, without_autocast
 from halflife.registry import check_choice
 
 
@@ -142,8 +142,8 @@ class GateRank(nn.Module):
         g_slow, conv = self.slow_gate(f, state.get("slow_conv"), packing)
         initial = (state["memory"], state["slow"]) if "memory" in state else None
         o, final = gate_rank(
-            q, k, v, g_slow, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=packing,
-            reset_law=self.reset_law, **options,
+            q, k, v.to(ROOMY[v.dtype]), g_slow, g, beta,
+            initial_state=initial, output_final_state=True, cu_seqlens=packing, reset_law=self.reset_law, **options,
         )  # fmt: skip
         assert final is not None
         if self.training:

@@ -14,7 +14,7 @@ from halflife.ops.arguments import is_traced
 from halflife.ops.gate_rank import masks
 from halflife.ops.log_linear.rows import levels
 from halflife.packing import Packing
-from halflife.precision import Float32Module, compute_dtype
+from halflife.precision import ROOMY, Float32Module, compute_dtype
 
 
 class LevelScale(Float32Module):
@@ -82,8 +82,8 @@ class LogLinear(nn.Module):
                 memory = F.pad(memory, (0, 0, 0, 0, 0, count - memory.shape[2]))
             initial = memory, state["position"]
         o, final = log_linear_attention(
-            q, k, v, g, self.weights(x)[..., : count + 1], initial_state=initial, output_final_state=True,
-            cu_seqlens=packing, **options,
+            q, k, v.to(ROOMY[v.dtype]), g, self.weights(x)[..., : count + 1], initial_state=initial,
+            output_final_state=True, cu_seqlens=packing, **options,
         )  # fmt: skip
         assert final is not None
         return o, {"memory": final[0]}

@@ -13,7 +13,7 @@ from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import State
 from halflife.ops import fused
 from halflife.packing import Packing
-from halflife.precision import Float32Module
+from halflife.precision import ROOMY, Float32Module
 
 
 class MIMO(Float32Module):
@@ -78,13 +78,14 @@ class MIMO(Float32Module):
         later = (q @ written.transpose(-1, -2)).triu(1)  # [B, T, H, R, R]
         now = gain[..., None, None] * (q @ k.transpose(-1, -2))
         now = now + skip[:, None, None].to(now) * torch.eye(rank, device=now.device, dtype=now.dtype)
-        y = y.unflatten(1, (-1, rank))
+        y, room = y.unflatten(1, (-1, rank)), ROOMY[v.dtype]
         if norm is None:
             y = fused.mimo_output(
-                y, later, now, v_before, v, z, self.values, self.gates, self.outputs, self.pass_backend
-            )
+                y, later, now, v_before.to(room), v.to(room), z.to(room), self.values, self.gates, self.outputs,
+                self.pass_backend,
+            )  # fmt: skip
         else:  # all heads of one of the R outputs in a row
-            y = fused.add_ranks(y, later, now, v_before, v, self.values)
+            y = fused.add_ranks(y, later, now, v_before.to(room), v.to(room), self.values)
             z = self.gates.to(v.dtype) * z.unsqueeze(2)
             y = (self.outputs.to(v.dtype) * norm(y.flatten(3), z.flatten(3)).view_as(y)).sum(2)
 

@@ -56,7 +56,7 @@ def integrate(
         last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
         new["memory"] = new["memory"] + last
     current = gain * (q * k).sum(-1)
-    return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), new
+    return torch.addcmul(y, current.unsqueeze(-1).to(y.dtype), v.to(y.dtype)), new
 
 
 def turn_both(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from halflife.ops.backends.native import build
 from halflife.ops.call import Call
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+MIXED = {torch.float32, torch.float16}  # values in float32 have outputs that do not overflow
 MATRICES = ("q", "k", "v", "a", "b")
 _LARGEST = 128  # tokens a chunk
 
@@ -27,7 +28,7 @@ def why_not(op: str, device: torch.device, call: Call | None = None) -> str | No
     if call is None:
         return _why_not(len(MATRICES), op, device)
     given = (*map(call.tensors.get, MATRICES), *call.tensors.values(), *(call.state or ()))
-    return _why_not(len(MATRICES), op, device, given)
+    return _why_not(len(MATRICES), op, device, given, MIXED)
 
 
 def why_not_matrices(count: int) -> Callable[..., str | None]:
@@ -35,7 +36,9 @@ def why_not_matrices(count: int) -> Callable[..., str | None]:
     return partial(_why_not, count)
 
 
-def _why_not(count: int, op: str, device: torch.device, tensors: Any = None) -> str | None:
+def _why_not(
+    count: int, op: str, device: torch.device, tensors: Any = None, mixed: set[torch.dtype] | None = None
+) -> str | None:
     if device.type != "cpu":
         return f"native kernels run on CPUs, not on {device.type}"
     if tensors is not None:
@@ -44,11 +47,10 @@ def _why_not(count: int, op: str, device: torch.device, tensors: Any = None) -> 
         for x in tensors:
             if x is not None and type(x) not in PLAIN:
                 return not_plain(x)
-        matrices = tensors[:count]
-        first = matrices[0].dtype
-        for x in matrices:
-            if x is not None and (x.dtype != first or first not in DTYPES):
-                found = names({x.dtype for x in matrices if x is not None})
+        first = tensors[0].dtype
+        for x in tensors[:count]:
+            if x is not None and (x.dtype not in DTYPES or (x.dtype != first and {x.dtype, first} != mixed)):
+                found = names({x.dtype for x in tensors[:count] if x is not None})
                 return f"native kernels take all matrices in one of float32, bfloat16 and float16; got {found}"
     return build.why_not()
 

@@ -15,6 +15,7 @@ from halflife.ops.call import Call
 
 SIZES = range(16, 257)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIXED = {torch.float32, torch.float16}  # all become float32
 
 
 def interpreted() -> bool:
@@ -42,7 +43,8 @@ def _misfit(op: str, call: Call) -> str | None:
     wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
     if wrong:
         return f"the Triton kernels of {op} take heads of {SIZES[0]} to {SIZES[-1]}; got {', '.join(wrong)}"
-    if matrices[0].dtype not in DTYPES or len({x.dtype for x in matrices}) > 1:
+    dtypes = {x.dtype for x in matrices}
+    if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and dtypes != MIXED):
         found = _names(x.dtype for x in matrices)
         return f"the Triton kernels of {op} take q, k, v in one of {_names(DTYPES)}; got {found}"
     if any(x.dtype not in DTYPES for x in gates):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.triton import delta_backward, linear_backward
+from halflife.ops.backends.triton import MIXED, delta_backward, linear_backward
 from halflife.ops.backends.triton.gates import make_chunks, mode_of
 from halflife.ops.backends.triton.states import outputs, products, scan
 from halflife.ops.backends.triton.systems import solve, walk
@@ -48,9 +48,12 @@ class _Kernels(torch.autograd.Function):
 @torch.compiler.disable
 def run(call: Call) -> tuple[Tensor, Tensor]:
     """Run a call with scalar decays: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
-    q, gates = call["q"], (call.get("g_slow"), call.decay)
+    q, k, v = (call[name] for name in ("q", "k", "v"))
+    if {q.dtype, k.dtype, v.dtype} == MIXED:
+        q, k, v = q.float(), k.float(), v.float()
+    gates = (call.get("g_slow"), call.decay)
     chunks = make_chunks(q, call.chunk_size, call.packing.cu_seqlens)
-    inputs = (q, call["k"], call["v"], call.get("beta"), *gates, call.first_state(torch.float32))
+    inputs = (q, k, v, call.get("beta"), *gates, call.first_state(torch.float32))
     given = (None if x is None else x.contiguous() for x in inputs)
     with torch.cuda.device_of(q):
         return _Kernels.apply(*given, float(call.output_scale), chunks)
