@@ -13,7 +13,7 @@ from halflife.ops.koopman.state import blank
 from halflife.ops.spec import OPS
 
 BOUNDS = [0, 37, 37, 100, 130]  # packed sequences, an empty one among them; no length is a multiple of a chunk
-SIZES = {"B": 1, "T": 130, "N": 4, "H": 2, "K": 16, "V": 20, "D": 40, "W": 4, "R": 3, "P": 8, "L": 5}
+SIZES = {"B": 1, "T": 130, "N": 4, "G": 1, "H": 2, "K": 16, "V": 20, "D": 40, "W": 4, "R": 3, "P": 8, "L": 5}
 CHUNK = 16
 KOOPMAN = ({"refresh": "chunk"}, {"refresh": "token"})
 # The worst errors measured, relative to the largest entry of a tensor. Koopman attention loses digits in proportion to
