@@ -42,6 +42,18 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
         setattr(self.lm_head, "_is_hf_initialized", not self.lm_head.weight.is_meta)  # noqa: B010
         self.post_init()
 
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """As transformers, but a tied weight that the checkpoint has under neither name stays missing, and is drawn.
+
+        Embedding and head share one parameter from the start, so a mark on the head's would be one on the embedding's.
+        """
+        missing = {*loading_info.missing_keys}
+        super().mark_tied_weights_as_initialized(loading_info)
+        for head, embedding in self.all_tied_weights_keys.items():
+            if head in missing and embedding in missing:
+                loading_info.missing_keys.add(embedding)
+                self.get_parameter(embedding)._is_hf_initialized = False  # pyright: ignore[reportAttributeAccessIssue]
+
     @classmethod
     def of(cls, model: LanguageModel) -> HalflifeForCausalLM:
         """Wrap `model`; the wrapper shares its parameters."""
