@@ -14,7 +14,7 @@ from transformers.utils.generic import can_return_tuple
 
 from halflife import layers
 from halflife.files import write_text
-from halflife.hf import weight_decay
+from halflife.hf import quantization, weight_decay
 from halflife.hf.block import HalflifeBlock, run
 from halflife.hf.cache import HalflifeCache
 from halflife.hf.config import AUTO_FILE, HalflifeConfig
@@ -34,11 +34,23 @@ class HalflifePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["HalflifeBlock"]  # noqa: RUF012 (as the base class declares it)
     # Layers pass tensors to later layers in the dict `shared`. A copy by accelerate would lose what they write to it.
     _skip_keys_device_placement = ["shared"]  # noqa: RUF012
+    _keep_in_fp32_modules = quantization.KEPT  # read by quantisation alone, see `_get_dtype_plan`
     _keys_to_ignore_on_load_unexpected = [r"^(lm_)?head\."]  # noqa: RUF012 (base models have no head)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         weight_decay.watch(self)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load as transformers does."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        quantization.mind_cpu_kernels(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # Linear maps compute in the dtype of their inputs, and a `Float32Module` keeps its own parameters in float32.
+        return {}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as transformers does. With `config.auto_map = halflife.hf.AUTO_MAP`, a file beside imports this package.

@@ -68,7 +68,8 @@ def _plain_weight(head: Tensor | nn.Module) -> Tensor | None:
     # accelerate replaces the method of the object; so does `fast_linears`, which changes nothing.
     replaced = "forward" in vars(head) and not is_fast(head)
     plain = type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter
-    return head.weight if plain and not (hooks or replaced) else None
+    weight: Any = getattr(head, "weight", None)
+    return weight if plain and not (hooks or replaced) else None
 
 
 def _recomputed_loss(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
