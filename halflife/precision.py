@@ -43,6 +43,12 @@ class Float32Module(nn.Module):
         return super()._apply(keep, recurse=False)
 
 
+def wide_classes(model: nn.Module) -> list[str]:
+    """The names of the classes of the `Float32Module`s in a model that have parameters."""
+    wide = (module for module in model.modules() if isinstance(module, Float32Module))
+    return sorted({type(module).__name__ for module in wide if [*module.parameters(recurse=False)]})
+
+
 def _is_narrow(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype.itemsize < 4
 

@@ -156,7 +156,7 @@ def test_sharded_parameters(chunks, tie):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         sharded = Objective(shards)
-        sharding.shard(sharded, shards, torch.device("cpu"))
+        sharding.shard(sharded, torch.device("cpu"))
         value = sharded(ids, ids)["loss"]
         value.backward()
         torch.testing.assert_close(value.detach(), expected[0])

@@ -22,6 +22,7 @@ from halflife.hf.sequences import boundaries, check_others
 from halflife.models import LanguageModel
 from halflife.models.lm import Backbone, ModelState
 from halflife.packing import Packing
+from halflife.precision import wide_classes
 
 
 class HalflifePreTrainedModel(PreTrainedModel):
@@ -96,6 +97,8 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         if not self.embedding.weight.is_meta:
             for module in self.modules():  # `post_init` would initialise every module without this mark again
                 setattr(module, "_is_hf_initialized", True)  # noqa: B010 (no attribute of nn.Module)
+        # FSDP wraps these classes by default. A unit has parameters of one dtype, so those that stay float32 are apart.
+        self._no_split_modules = ["HalflifeBlock", *wide_classes(self)]
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:

@@ -37,5 +37,7 @@ class DecayGate(Mixer):
     def log_decays(self, f: Tensor, position: Tensor, state: State, packing: Packing) -> tuple[Tensor, State]:
         """The log-decays g in the shape of f, and the new state of the decay, `decay`, or an empty dict."""
         assert self.decay is not None
+        if not self.decay.stateful:
+            return self.decay(f, position=position), {}
         g, new = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
         return g, {} if new is None else {"decay": new}

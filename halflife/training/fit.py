@@ -168,7 +168,7 @@ def fit(
         keep_freed_memory()
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
     if execution.fsdp:
-        sharding.shard(objective, model, arguments.device)
+        sharding.shard(objective, arguments.device)
     callbacks = [metrics, stop, *([bar] if execution.show and rank() == 0 else [])]
     kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
     trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)

@@ -20,25 +20,51 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as shard_unit
 
 from halflife.models import LanguageModel
+from halflife.models.lm import Block
+from halflife.precision import Float32Module
 
 SHARDS = "shards"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # keys are parameter names, not indices
 
 
-def shard(objective: nn.Module, model: LanguageModel, device: torch.device) -> None:
-    """Shard every parameter of `objective`, which holds `model`, over all processes, in place and block by block.
+# The modules that are sharded apart. FSDP1 and FSDP2 need parameters of one dtype in each, and those of decays are
+# float32 in a bfloat16 model. FSDP1: `auto_wrap_policy=ModuleWrapPolicy(UNITS)`.
+UNITS = {Block, Float32Module}
 
-    The parameters of a block are gathered while the block runs. Parameters outside the blocks (embedding, head) are
-    gathered for the whole pass.
+
+def fully_shard(model: nn.Module, mp_policy: MixedPrecisionPolicy | None = None, **options: Any) -> nn.Module:
+    """Shard a model with FSDP2, in place: each module of `UNITS` apart, the inner ones first, and then the rest.
+
+    The parameters of a unit are gathered while it runs. Those outside the units (embedding, head) are gathered for the
+    whole pass.
+
+    Args:
+        model: a `LanguageModel`, a model of `halflife.hf`, or a module with one inside.
+        mp_policy: dtypes of all parameters but those of `Float32Module`s, which stay as they are.
+        **options: other arguments of `torch.distributed.fsdp.fully_shard`.
+
+    Returns:
+        The model.
     """
-    # FSDP2 warns of views in outputs: blocks return views of their state, but nothing writes into them in place.
+    # FSDP2 warns of views in outputs: blocks and decays return some, but nothing writes into them in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for module in (*model.blocks, objective):
-        fully_shard(module, mesh=mesh)
+    options["mp_policy"] = mp_policy or MixedPrecisionPolicy()
+    mixed = mp_policy is not None or len({x.dtype for x in model.parameters()}) > 1
+    for module in reversed([*model.modules()]):
+        if isinstance(module, Float32Module) and mixed:
+            shard_unit(module, **{**options, "mp_policy": MixedPrecisionPolicy()})
+        elif isinstance(module, Block):
+            shard_unit(module, **options)
+    return shard_unit(model, **options)
+
+
+def shard(objective: nn.Module, device: torch.device) -> None:
+    """Shard every parameter of `objective`, which holds a `LanguageModel`, over all processes."""
+    fully_shard(objective, mesh=init_device_mesh(device.type, (torch.distributed.get_world_size(),)))
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -1,14 +1,27 @@
 """FSDP1, FSDP2, accelerate and transformers' Trainer shard any model over processes."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from combinations import SIZES, combinations
 from safetensors.torch import load_file, save_file
+from test_registry import CONFIGURATIONS, kept
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModel, AutoModelForCausalLM
 
 from halflife import LanguageModel, preset
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint
+from halflife.precision import Float32Module
+from halflife.training import sharding
+
+TESTS = Path(__file__).parent.parent
 
 
 @pytest.mark.slow  # test_registry.py has one of each kind
@@ -37,3 +50,72 @@ def test_checkpoints_from_before_theta_had_an_axis(written, tmp_path):
     assert torch.equal(AutoModel.from_pretrained(tmp_path)(ids).last_hidden_state, model.hidden(ids)[0])
     whole.save_pretrained(tmp_path / "again")
     assert all(x.ndim for x in load_file(tmp_path / "again" / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_what_is_wrapped_has_one_dtype(name):
+    """Neither FSDP1 nor FSDP2 takes float32 and bfloat16 in one unit. Its parameters are those of no inner unit."""
+    with torch.device("meta"):
+        model = HalflifeForCausalLM.of(LanguageModel(CONFIGURATIONS[name]))
+    model, kinds = model.to(torch.bfloat16), (*sharding.UNITS,)
+    named = {type(module) for module in model.modules() if type(module).__name__ in model._no_split_modules}
+    for units in (kinds, tuple(named)):  # of the documented policy, and of accelerate
+        taken = set()
+        for module in reversed([*model.modules()]):
+            if module is model or isinstance(module, units):
+                mine = {x for x in module.parameters() if x not in taken}
+                taken |= mine
+                assert len({x.dtype for x in mine}) <= 1, (units, type(module).__name__)
+    wide = kept(model)
+    assert {x.dtype for x in model.parameters() if id(x) in wide} <= {torch.float32}
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["mamba2+post", "rwkv7"])
+def test_decays_are_gathered_in_float32(name, one_process):
+    """Under a policy of mixed precision all other parameters are in bfloat16 while the model runs."""
+    model, seen = LanguageModel(preset(name, **SIZES)), {True: set(), False: set()}
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharding.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+    def look(module, inputs):
+        seen[isinstance(module, Float32Module)] |= {x.dtype for x in module.parameters(recurse=False)}
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    logits, _ = model(torch.arange(8).unsqueeze(0))
+    logits.float().logsumexp(-1).sum().backward()
+    assert seen == {True: {torch.float32}, False: {torch.bfloat16}}
+    assert all(x.dtype == x.grad.dtype == torch.float32 for x in model.parameters())
+
+
+def port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["fsdp1", "fsdp2", "fully_shard", "accelerate-1", "accelerate-2", "trainer-1", "trainer-2"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_processes_train_as_one(how, dtype, tmp_path):
+    """Losses and saved weights after two steps are those of an unsharded model, to the bit."""
+    path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    environment = {**os.environ, "PYTHONPATH": path, "FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port())]
+    done = subprocess.run(
+        [*command, str(TESTS / "doors" / "sharded.py"), how, dtype], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    assert [line["name"] for line in lines] == [*CONFIGURATIONS]
+    assert not [line for line in lines if line.keys() != {"name", "loss", "weights"} or line["loss"] or line["weights"]]
