@@ -18,7 +18,8 @@ from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Pooling, Transformer
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import (
@@ -39,6 +40,7 @@ import halflife.hf  # noqa: F401 (registers the models)
 from halflife import LanguageModel, preset
 from halflife.data.tokenizers import ByteTokenizer
 from halflife.models import checkpoint
+from halflife.training import sharding
 
 SHOWN = (
     AdamW,
@@ -47,9 +49,11 @@ SHOWN = (
     AutoModelForTokenClassification,
     BitsAndBytesConfig,
     DataCollatorWithFlattening,
+    FullyShardedDataParallel,
     HFLM,
     Int8WeightOnlyConfig,
     LoraConfig,
+    ModuleWrapPolicy,
     Pooling,
     PromptTuningConfig,
     SFTConfig,
@@ -61,6 +65,7 @@ SHOWN = (
     get_peft_model,
     pipeline,
     quantize_,
+    sharding,
 )  # fmt: skip (the names that lines use)
 
 
