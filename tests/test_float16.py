@@ -75,6 +75,9 @@ def test_what_fits_into_float16_is_finite_and_close(name, smallest, monkeypatch)
         narrow = copy.deepcopy(wide).half()
         found, _ = narrow(ids)
         assert error(found, expected) <= bound, kind
+        with torch.no_grad():
+            _, state = narrow(ids[:, :-1])
+            assert error(narrow(ids[:, -1:], state)[0], found[:, -1:].float()) <= bound, kind
         weights = torch.randn(expected.shape, generator=generator("loss"))
         for logits in (expected, found):
             (logits.float() * weights).mean().backward()
