@@ -378,14 +378,6 @@ def test_beams_and_samples(name):
     assert state.batch_size == 2
 
 
-def test_generate_refuses_padding_on_the_right():
-    """A forward pass ignores padding on either side, but `generate` continues a row at its last column."""
-    ids = torch.cat([tokens(2, 4), torch.zeros(2, 2, dtype=torch.long)], 1)
-    settings = {"attention_mask": (ids > 0).long(), "max_new_tokens": 2, "pad_token_id": 0}
-    for options in ({}, {"num_beams": 2}, {"use_cache": False}):
-        assert_raises(ValueError, "pad on the left", build().generate, ids, **settings, **options)
-
-
 def test_generate_from_embeddings_and_after_the_end():
     model, ids = build(), tokens(2, 4)
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

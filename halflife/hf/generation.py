@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from halflife.hf.cache import HalflifeCache
 from halflife.layers.ska import SKA
@@ -16,7 +17,10 @@ from halflife.models.states import changed
 CACHES = (None, "dynamic", "static")
 
 
-class HalflifeGenerationMixin(GenerationMixin):
+_Mixin: Any = GenerationMixin  # its methods are typed for a `self` that is a model as well
+
+
+class HalflifeGenerationMixin(_Mixin):
     """What `generate` calls before, between and after the forward passes of a `HalflifeForCausalLM`.
 
     `PreTrainedModel.can_generate` looks for "GenerationMixin" in the names of the bases.
@@ -110,11 +114,15 @@ class HalflifeGenerationMixin(GenerationMixin):
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        _check_side(model_kwargs)
+        input_ids, model_kwargs, order = _padded_left(input_ids, model_kwargs)
         past = model_kwargs.get("past_key_values")
         if generation_config.is_assistant and past is not None and not past.seen:  # so that `crop` never rereads it
             self._read(input_ids[:, :-1], input_ids.shape[1] - 1, generation_config, model_kwargs)
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        outputs = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if order is not None and outputs.hidden_states is not None:
+            back = order[:, -outputs.hidden_states[0].shape[1] :].argsort(1).unsqueeze(2)
+            outputs.hidden_states = tuple(x.gather(1, back.expand_as(x)) for x in outputs.hidden_states)
+        return outputs
 
     def _assisted_decoding(
         self, input_ids: Tensor, *, generation_config: GenerationConfig, inputs_tensor: Tensor | None = None,
@@ -131,7 +139,8 @@ class HalflifeGenerationMixin(GenerationMixin):
             past.activate_past_recording()
             if "inputs_embeds" not in kwargs:
                 if kwargs.get("attention_mask") is None:  # or the assistant takes drafted tokens for padding
-                    kwargs["attention_mask"] = input_ids.new_ones(1, generation_config._mask_length)
+                    columns = generation_config._mask_length or input_ids.shape[1]
+                    kwargs["attention_mask"] = input_ids.new_ones((1, columns))
                 new = _new_columns(input_ids, generation_config, kwargs)
                 if not generation_config.output_hidden_states:  # else they would be missing
                     self._read(input_ids[:, :-1], new - 1, generation_config, kwargs)
@@ -187,7 +196,39 @@ def _check_new(count: int | None, past: HalflifeCache | None, input_ids: Tensor)
 def _check_side(model_kwargs: dict[str, Any]) -> None:
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not mask[:, -1:].all():
-        raise ValueError(
-            "the rows are padded on the right, where generate continues them; pad on the left "
-            "(tokenizer.padding_side = 'left')"
-        )
+        raise ValueError("the row is padded on the right, where assisted decoding continues it; leave the padding out")
+
+
+def _padded_left(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any], Tensor | None]:
+    """Return the inputs with the padding of each row moved to its left, and the order of their columns.
+
+    Padding has no effect wherever it is, but `generate` reads the logits of the last column. The order is None if
+    nothing was moved.
+
+    Raises:
+        ValueError: a row has no token.
+    """
+    mask = model_kwargs.get("attention_mask")
+    if mask is None or mask[:, -1:].all():
+        return input_ids, model_kwargs, None
+    past, embeds, width = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds"), mask.shape[1]
+    seen = 0 if past is None else past.seen
+    given = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    fixed = seen if width == given else width - given  # columns of the mask that were read before
+    if not mask[:, fixed:].any(1).all():
+        raise ValueError("a row has no token to continue: its attention_mask is 0 everywhere")
+    order = mask[:, fixed:].bool().int().argsort(dim=1, stable=True) + fixed
+    order = torch.cat([torch.arange(fixed, device=order.device).expand(len(order), -1), order], 1)
+
+    def moved(x: Tensor) -> Tensor:
+        """The tensor `[B, L, …]` whose last columns are those of the mask."""
+        index = order[:, width - x.shape[1] :] - (width - x.shape[1])
+        index = index.view(*index.shape, *[1] * (x.ndim - 2))
+        return x.expand(len(order), *x.shape[1:]).gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+    names = ("attention_mask", "position_ids", "inputs_embeds")
+    new = {name: moved(x) for name in names if (x := model_kwargs.get(name)) is not None}
+    if "position_ids" in new:  # later tokens count on from the last column
+        positions, last = model_kwargs["position_ids"], new["position_ids"][:, -1:]
+        model_kwargs["position_ids"] = positions.where(mask[:, -positions.shape[1] :].bool(), last)
+    return moved(input_ids), {**model_kwargs, **new}, order

@@ -190,9 +190,40 @@ def test_a_prompt_is_read_in_pieces(name):
         for options in ({}, {"num_beams": 1, "cache_implementation": "static"}):
             got = model.generate(ids, attention_mask=mask, **GREEDY, prefill_chunk_size=size, **options)
             assert torch.equal(got, expected)
-    assert_raises(
-        ValueError, "pad on the left", model.generate, ids, attention_mask=mask.flip(1), **GREEDY, prefill_chunk_size=3
-    )
+
+
+@few
+def test_padding_is_on_either_side(name):
+    """A row goes on after its last token, whatever stands beside it; hidden states stay at their columns."""
+    model, short, long = build(name), tokens(1, 4), tokens(1, 7)
+    padding = torch.zeros(1, 3, dtype=torch.long)
+    shown = {**GREEDY, "return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
+    for row in ([short, padding], [padding[:, :1], short, padding[:, :2]], [padding, short]):
+        ids = torch.cat([torch.cat(row, 1), long])
+        mask = (ids > 0).long()
+        for options in ({}, {"prefill_chunk_size": 3}, {"use_cache": False}, {"num_beams": 2}):
+            expected = [model.generate(one, **{**shown, **options}) for one in (short, long)]
+            out = model.generate(ids, attention_mask=mask, **{**shown, **options})
+            assert torch.equal(out.sequences[:, :7], ids)
+            for i, one in enumerate(expected):
+                assert torch.equal(out.sequences[i, 7:], one.sequences[0, -8:])
+            if not options:
+                hidden = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+                for a, b in zip(out.hidden_states[0], hidden, strict=True):
+                    assert_close(a[mask.bool()], b[mask.bool()], TOLERANCE)
+    state = model(long[:, :3].expand(2, -1)).past_key_values
+    ids = torch.cat([torch.cat([long[:, :3], short, padding], 1), torch.cat([long[:, :3], long], 1)])
+    expected = [model.generate(torch.cat([long[:, :3], one], 1), **GREEDY)[0, -8:] for one in (short, long)]
+    for given in (ids, ids[:, 3:]):
+        got = model.generate(given, attention_mask=(ids > 0).long(), past_key_values=state, **GREEDY)
+        assert torch.equal(got[:, -8:], torch.stack(expected))
+    embeddings = model.get_input_embeddings()(ids)
+    got = model.generate(inputs_embeds=embeddings, attention_mask=(ids > 0).long(), **GREEDY)
+    assert torch.equal(got, torch.stack(expected))
+    mask = torch.tensor([[1] * 10, [0] * 10])
+    assert_raises(ValueError, "no token to continue", model.generate, ids, attention_mask=mask, **GREEDY)
+    lookup = {**GREEDY, "prompt_lookup_num_tokens": 2}
+    assert_raises(ValueError, "leave the padding out", model.generate, ids[:1], attention_mask=ids[:1] > 0, **lookup)
 
 
 @few
