@@ -118,7 +118,7 @@ def call(op, variant, tensors, states, backend):
     if not OPS[op].state:
         return run_pass(op, backend, [tensors.get(name) for name in OPS[op].tensors], *settings.values()), {}
     if op == "ridge_attention":
-        settings = {"iterations": 60, "tolerance": 1e-16}
+        settings = {"iterations": 24, "tolerance": 1e-16}
     initial = tuple(states.values()) if len(states) > 1 else next(iter(states.values()))
     o, final = getattr(ops, op)(
         **tensors, **settings, initial_state=initial, output_final_state=True, cu_seqlens=bounds, backend=backend,
