@@ -101,6 +101,19 @@ def test_parameters_are_read_only_in_the_forward_pass_of_their_module(name):
             assert_same(everything(model, ids), expected)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", slow_beyond(["mamba2", "rwkv7"], list(PRESETS)))
+def test_so_are_those_of_transformers_models(name, chunked):
+    """Also with a tied head, in the loss, and in the loss without all logits at once."""
+    torch.manual_seed(0)
+    model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **{**SIZES, "tie_embeddings": True})).train(chunked)
+    model.config.chunked_loss, ids = chunked, torch.randint(31, (2, 9))
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss
+        with only_in_forward(model):
+            assert_same(model(input_ids=ids, labels=ids).loss, expected)
+
+
 @every_model
 def test_models_offloaded_to_memory_equal_resident_ones(name):
     """accelerate copies every dict of arguments, and takes the weights of each module away after its `forward`."""
