@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,10 @@ from halflife.registry import Registry, check_options, constructor_parameters
 
 DECAYS: Registry[type[Decay]] = Registry("decay")
 
+ROUNDED = (
+    "a policy of mixed precision rounds the parameters of decays while they compute; "
+    "halflife.training.sharding.fully_shard(model, mp_policy=…) leaves them in float32"
+)
 GRANULARITIES = ("scalar", "vector")
 
 
@@ -144,6 +149,9 @@ class Decay(Float32Module):
         """Check the shape of f and return it in float32 or float64."""
         if f.shape[2:] != self.shape:
             raise ValueError(f"f must be [B, T, {', '.join(map(str, self.shape))}]; got {tuple(f.shape)}")
+        for x in self._parameters.values():
+            if x is not None and x.dtype.itemsize < 4:
+                warnings.warn(ROUNDED, stacklevel=2)
         return f if f.dtype == torch.float64 else f.float()
 
     def _rest(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import Decay, DecayParts
+from halflife.decay.base import ROUNDED, Decay, DecayParts
 from halflife.decay.minimax import FASTEST_RATE, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
 from halflife.precision import inverse_softplus, inverse_softplus_of
@@ -111,8 +112,11 @@ class PoST(Decay):
 
     def base(self) -> Tensor:
         """The sorted base parameters `[N]`, strictly increasing: log-rates, or logits for RWKV-7."""
-        theta = self.theta.squeeze(0)
-        return theta + torch.cat([theta.new_zeros(1), F.softplus(self.delta).cumsum(0)])
+        theta, delta = self.theta.squeeze(0), self.delta
+        if theta.dtype.itemsize < 4:
+            warnings.warn(ROUNDED, stacklevel=2)
+            theta, delta = theta.float(), delta.float()
+        return theta + torch.cat([theta.new_zeros(1), F.softplus(delta).cumsum(0)])
 
     def log_rates(self) -> Tensor:
         """The sorted log-rates p, `[N]`, strictly increasing."""

@@ -12,7 +12,7 @@ import torch
 from combinations import SIZES, combinations
 from safetensors.torch import load_file, save_file
 from test_registry import CONFIGURATIONS, kept
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModel, AutoModelForCausalLM
 
 from halflife import LanguageModel, preset
@@ -96,17 +96,29 @@ def test_decays_are_gathered_in_float32(name, one_process):
     assert all(x.dtype == x.grad.dtype == torch.float32 for x in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["mamba2", "simple+post"])
+def test_a_policy_that_rounds_decays_is_told(name, one_process):
+    model = LanguageModel(preset(name, **SIZES))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match="rounds the parameters of decays"):
+        model(torch.arange(8).unsqueeze(0))
+
+
 def port():
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return found.getsockname()[1]
 
 
+WAYS = ("fsdp1", "fsdp2", "fully_shard", "accelerate-1", "accelerate-2", "trainer-1", "trainer-2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", ["fsdp1", "fsdp2", "fully_shard", "accelerate-1", "accelerate-2", "trainer-1", "trainer-2"]
+    ("how", "dtype"), [*((how, "bfloat16") for how in WAYS), ("fsdp1", "float32"), ("fsdp2", "float32")]
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_two_processes_train_as_one(how, dtype, tmp_path):
     """Losses and saved weights after two steps are those of an unsharded model, to the bit."""
     path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
