@@ -10,12 +10,14 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from halflife.hf.cache import HalflifeCache
+from halflife.layers.attention import Attention
+from halflife.layers.memory.log_linear import LogLinear
 from halflife.layers.ska import SKA
 from halflife.models.states import changed
 
 # A state is small and does not grow, so "static" differs from "dynamic" only in that `generate` may compile the model.
 CACHES = (None, "dynamic", "static")
-
+GROWING = (Attention, LogLinear)  # layers whose state grows, so that no compiled step fits all lengths
 
 _Mixin: Any = GenerationMixin  # its methods are typed for a `self` that is a model as well
 
@@ -62,7 +64,8 @@ class HalflifeGenerationMixin(_Mixin):
         past, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
         HalflifeCache.check(past)
         if past is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = past = HalflifeCache(static=kind == "static")
+            static = kind == "static" and not any(isinstance(module, GROWING) for module in self.modules())
+            model_kwargs["past_key_values"] = past = HalflifeCache(static=static)
             if generation_config.is_assistant:
                 past.activate_past_recording()
             return
@@ -106,8 +109,9 @@ class HalflifeGenerationMixin(_Mixin):
 
     def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         past = outputs.get("past_key_values")
-        if past is not None and past.is_compileable:  # CUDA graphs write their next results into the same memory
-            past.state = changed(past.state, lambda x: x.clone())
+        if past is not None and past.is_compileable:
+            # CUDA graphs write their next results into the same memory, and other strides would be compiled again.
+            past.state = changed(past.state, lambda x: x.clone(memory_format=torch.contiguous_format))
         return super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)
 
     def _prefill(
