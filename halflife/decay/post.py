@@ -92,7 +92,10 @@ class PoST(Decay):
         self.base_shape = decay.base_shape
         self.channels = math.prod(self.base_shape)
         self.theta = nn.Parameter(torch.empty(1))
-        self.delta = nn.Parameter(torch.empty(self.channels - 1))
+        if self.channels > 1:
+            self.delta = nn.Parameter(torch.empty(self.channels - 1))
+        else:  # FSDP2 cannot shard the gradient of an empty parameter
+            self.register_buffer("delta", torch.empty(0))
         self.reset_parameters()
 
     @torch.no_grad()

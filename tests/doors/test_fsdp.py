@@ -29,7 +29,7 @@ TESTS = Path(__file__).parent.parent
 def test_every_parameter_has_an_axis_to_shard(name):
     with torch.device("meta"):
         model = LanguageModel(preset(name, **SIZES))
-    assert all(x.ndim for x in (*model.parameters(), *model.buffers()))
+    assert all(x.ndim and x.numel() for x in model.parameters())
 
 
 @pytest.mark.parametrize("written", ["checkpoint.save", "save_pretrained"])
@@ -104,6 +104,16 @@ def test_a_policy_that_rounds_decays_is_told(name, one_process):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with pytest.warns(UserWarning, match="rounds the parameters of decays"):
         model(torch.arange(8).unsqueeze(0))
+
+
+def test_one_channel_of_post_is_sharded(one_process):
+    """Its spectrum has no gaps, so nothing is in δ."""
+    model = LanguageModel(preset("mamba2+post", **{**SIZES, "num_heads": 1}))
+    assert all(x.numel() for x in model.parameters())
+    sharding.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    model(torch.arange(8).unsqueeze(0))[0].logsumexp(-1).sum().backward()
+    assert all(x.grad is not None for x in model.parameters())
+    assert model.state_dict()["blocks.0.mixer.decay.delta"].shape == (0,)
 
 
 def port():
