@@ -65,7 +65,7 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     if chosen not in VARIANTS:
         raise unknown("variant", chosen, [*VARIANTS, *also])
     if "ska" not in base.split("+"):
-        raise ValueError(f"{base} has no SKA layers, so {chosen!r} cannot be a variant of it")
+        raise ValueError(f"{chosen!r} is a variant of models with +ska, and {base} is none")
     return base, VARIANTS[chosen]
 
 
@@ -127,8 +127,9 @@ class EchoMQARSettings(MQARSettings):
 
 
 def with_ska(config: ModelConfig, name: str, settings: EchoMQARSettings, options: dict[str, Any]) -> ModelConfig:
-    """The hybrid `config` with SKA layers of the sizes of the settings and of further options."""
-    own = {"num_heads": settings.num_heads, "rank": settings.rank, "chunk_size": settings.ska_chunk, **options}
+    """The hybrid `config` with the sizes of the settings and further options added to those of its SKA layers."""
+    sizes = {"num_heads": settings.num_heads, "rank": settings.rank, "chunk_size": settings.ska_chunk}
+    own = {**config.hybrid["options"], **sizes, **options}
     return dataclasses.replace(config, name=name, hybrid={**config.hybrid, "options": own})
 
 
@@ -179,6 +180,8 @@ class EchoMQAR(MQARExperiment):
         chosen = {name: getattr(settings, name) for name in ("hidden_size", "num_layers", "vocab_size")}
         known = {**MODEL_SIZES["echo-50m"], **chosen}
         model = preset(base, **known, train_length=sizes["length"], mixer_options={"state_size": 64})
+        if model.hybrid.get("mixer") == "ska":
+            model = with_ska(model, cell.model, settings, {})
         return settings.run(
             RunConfig,
             cell,

@@ -59,7 +59,7 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
 
 
 def _with(config: ModelConfig, name: str, options: dict[str, Any]) -> ModelConfig:
-    return dataclasses.replace(config, name=name, mixer_options={**config.mixer_options, **options})
+    return dataclasses.replace(config, name=name, mixer_options=merge(config.mixer_options, options))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -109,12 +109,16 @@ class MQARExperiment(Experiment):
 
 
 def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
-    """The preset with a state of d²/h numbers per layer, no MLP and no positional encoding (PoST, App. C)."""
+    """The preset with a state of d²/h numbers per layer, no MLP and no positional encoding (PoST, App. C).
+
+    Positions and Koopman MLPs that the name asks for stay.
+    """
     if settings.num_heads < 1:
         raise ValueError(f"num_heads must be at least 1; got {settings.num_heads}")
     head = settings.hidden_size // settings.num_heads
-    base = name.split("+")[0]
-    mixer = preset(base).mixer
+    base, *modifiers = name.split("+")
+    plain = preset(base)
+    mixer, koopman = plain.mixer, "koopman_mlp" in modifiers or plain.mlp.startswith("koopman")
     # The inner width of Mamba-2 and Mamba-3 is 2d, so half the rows give a state of the same size.
     half: dict[str, Any] = {"state_size": max(1, head // 2)}
     equal_state: dict[str, Any] = {
@@ -124,15 +128,15 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     if base in ("gla", "retnet"):
         # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
         equal_state["conv_size"] = 4
-    if base == "retnet" and "rope" not in name and not settings.zoology:
+    if base == "retnet" and not settings.zoology and not {"rope", "lrpe", "rope_released"} & set(modifiers):
         equal_state["position"] = "none"
     if base == "gated_deltanet" and settings.zoology:
         equal_state["gate"] = "none"
     if mixer not in ("attention", "fox"):
         equal_state["chunk_size"] = settings.chunk_size
     return preset(
-        name, num_heads=settings.num_heads, train_length=settings.train_length, mlp="none", mixer_options=equal_state,
-        **settings.shared_with(ModelConfig),
+        name, num_heads=settings.num_heads, train_length=settings.train_length, mixer_options=equal_state,
+        **({} if koopman else {"mlp": "none"}), **settings.shared_with(ModelConfig),
     )  # fmt: skip
 
 

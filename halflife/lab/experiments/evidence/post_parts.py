@@ -12,6 +12,7 @@ from halflife.lab.experiments.mqar import PAPER as MQAR_LARGE
 from halflife.lab.experiments.mqar import SMALL as MQAR_SMALL
 from halflife.lab.experiments.mqar import SMOKE as MQAR_SMOKE
 from halflife.models import ModelConfig
+from halflife.models.presets.modifiers import merge
 from halflife.registry import unknown
 
 T = "T"  # stands for the training length
@@ -83,7 +84,7 @@ def with_part(config: ModelConfig, name: str, part: str, train_length: int) -> M
     if not part:
         return config
     chosen = _at_length(PARTS[part], train_length)
-    options = {**config.mixer_options, **chosen.get("mixer", {}), **chosen.get("base", {})}
+    options = merge(config.mixer_options, {**chosen.get("mixer", {}), **chosen.get("base", {})})
     if "post" in options:
         options["post"] = {**options["post"], **chosen.get("post", {})}
     return dataclasses.replace(config, name=name, mixer_options=options)

@@ -99,5 +99,4 @@ class Reassigned(MQARExperiment):
         config = mqar_model(name, settings)
         if config.hybrid.get("mixer") != "ska":
             return config
-        own = {key: value for key, value in config.hybrid["options"].items() if key not in ("num_heads", "rank")}
-        return with_ska(config, name, settings, own)
+        return with_ska(config, name, settings, {})

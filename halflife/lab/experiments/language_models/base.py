@@ -149,6 +149,8 @@ class LanguageExperiment(Experiment):
         given = {key: x for key in ("hidden_size", "num_layers", "num_heads") if (x := getattr(settings, key))}
         if "hidden_size" in given:  # sizes that belong to another width
             sizes = {key: x for key, x in sizes.items() if key not in OF_A_WIDTH}
+        if "koopman_mlp" in name.split("+"):  # some sizes have no MLP
+            sizes.pop("mlp", None)
         options = self.options(name, settings)
         mixer = {**sizes.pop("mixer_options", {}), **options.pop("mixer_options", {})}
         sizes |= {**given, **options, "vocab_size": settings.vocab_size, "train_length": settings.train_length}
