@@ -107,6 +107,14 @@ def test_released_mamba2():
     assert weights("mamba2")["blocks.1.mixer.in_proj.weight"].std() > 0.05
 
 
+def test_released_gated_deltanet():
+    """All maps, also the output projection, and the taps have a standard deviation of 0.02."""
+    found = weights("gated_deltanet", initialization="gated_deltanet_released")
+    matrices = {key: x for key, x in found.items() if x.dim() == 2 and x.numel() > 1000}
+    assert "blocks.1.mixer.o_proj.weight" in matrices or "blocks.1.mixer.out_proj.weight" in matrices
+    assert all(x.std().item() == pytest.approx(0.02, rel=0.08) for x in matrices.values())
+
+
 def test_released_rwkv7():
     """Embeddings alone change."""
     found, plain = weights("rwkv7", initialization="rwkv7_released"), weights("rwkv7")

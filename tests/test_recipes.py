@@ -15,6 +15,7 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.bundles import BUNDLES
+from halflife.lab import papers
 from halflife.lab.experiments import EXPERIMENTS, compare
 from halflife.lab.experiments import train as language
 from halflife.lab.experiments.decay_design import VARIANTS
@@ -119,8 +120,8 @@ def configured(experiment, scale, model):
 @pytest.mark.parametrize(
     ("experiment", "scale", "model", "millions", "billions"),
     [
-        ("post-lm", "paper", "mamba2", 188.9, 44), ("post-lm", "paper-440m", "mamba2+post_paper", 448.2, 99),
-        ("post-lm", "paper", "rwkv7", 188.9, 44), ("post-lm", "paper", "gated_deltanet+post_released", 190.9, 44),
+        ("post-lm", "paper", "mamba2", 188.9, 4), ("post-lm", "paper-440m", "mamba2+post_paper", 448.2, 9),
+        ("post-lm", "paper", "rwkv7", 188.9, 4), ("post-lm", "paper", "gated_deltanet+post_released", 212.3, 4),
         ("decay-lm", "paper", "vector/mamba2", 164.5, 10.49), ("decay-lm", "paper-1.45b", "llama", 1439.1, 10.49),
         ("echo-lm", "paper", "echo_paper", 184.9, 9.83), ("echo-lm", "paper-50m", "echo_paper", 50.1, 3),
         ("gate-rank-lm", "paper", "mamba2+gate_rank_paper", 768.7, 30),
@@ -146,6 +147,28 @@ def test_models_of_post():
     assert (rwkv7.model.initialization, mamba2.model.initialization) == ("rwkv7_released", "mamba2_released")
     assert mamba2.schedule_options["min_lr_rate"] * mamba2.learning_rate == pytest.approx(1e-5)
     assert_raises(ValueError, "no rwkv7 of 440M", configured, "post-lm", "paper-440m", "rwkv7")
+
+
+@pytest.mark.parametrize("modifier", ["", "+post_paper", "+post_released"])
+def test_gated_deltanet_of_post_is_the_released_one(modifier):
+    """24 layers without MLPs, 6 heads of 128 × 256: eight times the state of 12 layers with 12 heads of 64 × 64."""
+    config = configured("post-lm", "paper", f"gated_deltanet{modifier}").model
+    assert (config.num_layers, config.mlp, config.tie_embeddings) == (24, "none", True)
+    assert config.initialization == "gated_deltanet_released"
+    with torch.device("meta"):
+        mixer = LanguageModel(config).blocks[0].mixer
+    assert (mixer.num_heads, mixer.head_dim, mixer.value_dim) == (6, 128, 256)
+    assert 24 * 6 * 128 * 256 == 8 * 12 * 12 * 64 * 64
+
+
+@pytest.mark.parametrize("name", ["post-lm", "decay-lm", "echo-lm", "gate-rank-lm"])
+def test_tokens_are_those_that_the_paper_prints(name):
+    """Formulas stand twice in the stored text of PoST and Echo, once as text and once as LaTeX: "44B" is 4B."""
+    settings = EXPERIMENTS[name].scales["paper"]
+    tokens = settings.steps * settings.batch_size * settings.train_length
+    printed = [row.source for row in papers.ROWS[name] if "B tokens" in row.source]
+    assert printed or name == "decay-lm"  # its paper gives steps alone
+    assert all(tokens / 1e9 == pytest.approx(float(said.split("B")[0]), rel=0.02) for said in printed)
 
 
 def test_models_of_echo_share_their_layers():
@@ -218,8 +241,8 @@ def test_dry_runs_write_nothing(tmp_path, monkeypatch, capsys, refused):
     printed = capsys.readouterr().out
     assert "tokenizer: meta-llama/Llama-3.1-8B" in printed
     assert "188,869,056" in printed
-    assert "44,000,346,112" in printed
-    assert "88,000,692,224" in printed  # of both seeds
+    assert "3,999,793,152" in printed
+    assert "7,999,586,304" in printed  # of both seeds
     assert "mamba2: 24 layers of width 768, 128,256 tokens, mlp none" in printed
     refuse = refused("compare", "gla", "--task", "mqar", "--micro-batch-size", "2", "--dry-run")
     assert "experiments on text" in refuse

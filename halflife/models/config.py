@@ -15,7 +15,7 @@ MLPS = ("swiglu", "koopman", "koopman_gated", "koopman_paper", "koopman_gated_pa
 NORMS = ("rms", "rms_plus_one", "layer")
 NORM_PLACES = ("before", "after")
 ATTACHMENTS = ("instead", "beside")
-INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released")
+INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released", "gated_deltanet_released")
 POSITIONS = ("none", "tpe", "tpe_paper", "tpe_released")
 MAX_LAYERS = 1000  # a damaged config.json with a million would take an hour to build
 
@@ -51,7 +51,8 @@ class ModelConfig:
         initialization: "default", where every module draws its weights. "mamba2_released": linear maps, short
             convolutions and embeddings are normal with `initializer_range` and have no bias at the start, and the
             output projections of the mixers are PyTorch's default divided by √num_layers (PoST's released Mamba-2).
-            "rwkv7_released": embeddings are uniform in ±1e-4.
+            "gated_deltanet_released": the same, and the output projections are normal too. "rwkv7_released": embeddings
+            are uniform in ±1e-4.
 
     Raises:
         ValueError: a size is below 1, there are more than `MAX_LAYERS` layers, a hybrid layer does not exist, or a

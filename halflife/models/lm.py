@@ -218,18 +218,18 @@ class LanguageModel(Backbone):
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
         if self.config.initialization == "rwkv7_released":
             nn.init.uniform_(self.embedding.weight, -1e-4, 1e-4)
-        elif self.config.initialization == "mamba2_released":
-            self._reset_as_released_mamba2()
+        elif self.config.initialization != "default":
+            self._reset_as_released()
 
     @torch.no_grad()
-    def _reset_as_released_mamba2(self) -> None:
-        """Draw linear maps and convolutions again, each from the law of PoST's released Mamba-2."""
+    def _reset_as_released(self) -> None:
+        """Draw linear maps and convolutions again, from the law of PoST's released Mamba-2 or Gated DeltaNet."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, layers.ShortConv)):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for block in self.blocks:
+        for block in self.blocks if self.config.initialization == "mamba2_released" else ():
             projection = getattr(getattr(block, "mixer", None), "out_proj", None)
             if isinstance(projection, nn.Linear):
                 nn.Linear.reset_parameters(projection)

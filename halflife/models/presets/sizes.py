@@ -36,10 +36,19 @@ SIZES: dict[str, dict[str, Any]] = {
     "echo-50m": {"num_layers": 16, "hidden_size": 448, **ECHO},
     "echo-180m": {"num_layers": 24, "hidden_size": 768, **ECHO},
     # Source: PoST, Table 5, which gives every size of Mamba-2: 188.9M and 448.2M, the paper's "~180M" and "~440M". For
-    # RWKV-7 and Gated DeltaNet the paper says "~180M" alone. With MLPs, 12 layers give 188.9M and 190.9M.
+    # RWKV-7 and Gated DeltaNet the paper says "~180M" alone. The released code has 12 layers of RWKV-7, 188.9M, and
+    # 24 layers of Gated DeltaNet without MLPs, 212.3M.
     "post-180m": {"num_layers": 24, "hidden_size": 768, **POST, "mlp": "none"},
     "post-440m": {"num_layers": 48, "hidden_size": 1024, **POST, "mlp": "none"},
     "post-180m-mlp": {"num_layers": 12, "hidden_size": 768, **POST},
+    "post-180m-delta": {
+        "num_layers": 24,
+        "hidden_size": 768,
+        "num_heads": 6,
+        **POST,
+        "mlp": "none",
+        "mixer_options": {"head_dim": 128, "value_dim": 256},
+    },
     # Source: GateRank, §4.1, which gives the width, the number of layers (Mamba-2 20, Gated DeltaNet 18) and
     # "approximately 760M" with MLPs. The rest follows flash-linear-attention, whose trainer the paper used: 32,000
     # tokens, an untied head, and values twice as wide as keys under the delta rule. This gives 770M and 779M. The paper
