@@ -249,7 +249,7 @@ class Files:
         found = []
         for name, regressions in GRID.items():
             for run in self.json(regressions).runs:
-                if run.model.endswith(ending):
+                if run.model.removesuffix(":ours").endswith(ending):
                     self._selected(name, run.model, lambda row: True, "")
                     found.append(run.trained.median)
         return np.array(found)

@@ -20,7 +20,8 @@ def findings(files: Budgets) -> str:
     grids = [_grid(file) for file in files.values()]
     lines = []
     for finding in FINDINGS:
-        for first, second in finding.pairs:
+        for pair in finding.pairs:
+            first, second = (name if name in grids[0] else f"{name}:ours" for name in pair)
             cells = [differences.write(_difference(grid[first], grid[second]), 3, "+") for grid in grids]
             paper = [paper_loss(name) for name in (second, first)]
             printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"

@@ -184,6 +184,11 @@ def test_rows_of_the_grid_as_they_were_run():
     options = decay_design.DecayDesign().model("rope/tnl:released", settings).mixer_options
     assert (options["decay"], options["position"]) == ("tnl_released", "half_lrpe")
     assert decay_design.DecayDesign().model("tpe/gla:released", settings).position == "tpe_released"
+    printed, ours = (decay_design.DecayDesign().model(f"tpe/gla{form}", settings) for form in ("", ":ours"))
+    assert (printed.position, ours.position) == ("tpe_paper", "tpe")
+    assert (decay_design.paper_loss("tpe/gla"), decay_design.paper_loss("tpe/gla:ours")) == (2.986, None)
+    assert_raises(ValueError, "unknown variant", decay_design.find_variant, "rope/gla:ours")
+    assert_raises(ValueError, "row vector/mamba2", preset, "mamba2+vector")
     assert_raises(ValueError, "as the paper prints it", decay_design.find_variant, "simple/0.9:released")
     assert_raises(ValueError, "unknown variant", decay_design.find_variant, "simple/0.9:run")
 

@@ -65,7 +65,7 @@ DECAYS: dict[str, tuple[dict[str, Any], dict[str, float | None]]] = {
         {"mamba2": 2.959, "gla": 3.010, "hgrn2": 2.990, "lightnet": 3.002, "tnl": 2.975, "tnl-l": 2.972},
     ),
     "tpe": (
-        SCALAR | {"modifier": "+tpe"},
+        SCALAR | {"modifier": "+tpe_paper"},
         {"mamba2": 2.931, "gla": 2.986, "hgrn2": 2.969, "lightnet": 2.988, "tnl": None, "tnl-l": 2.948},
     ),
 }  # fmt: skip
@@ -100,17 +100,21 @@ RELEASED = {
 def find_variant(name: str) -> Variant:
     """The variant `name`, or `name:released`, the same row as the paper's authors ran it.
 
+    `tpe/gla:ours` and the others with TPE have our Toeplitz layer, for which the paper has no loss.
+
     Raises:
         ValueError: an unknown variant (the message lists them), or a row whose released form is the printed one.
     """
     row, _, form = name.partition(":")
-    if row not in VARIANTS or form not in ("", "released"):
+    if row not in VARIANTS or form not in ("", "released", *(["ours"] if row.startswith("tpe/") else [])):
         raise unknown("variant", name, [*GROUPS, *VARIANTS])
     printed = VARIANTS[row]
     if not form:
         return printed
+    if form == "ours":
+        return Variant(None, printed.options, printed.preset.replace("+tpe_paper", "+tpe"))
     options = {key: RELEASED.get(key, {}).get(str(value), value) for key, value in printed.options.items()}
-    released = Variant(printed.paper, options, printed.preset.replace("+tpe", "+tpe_released"))
+    released = Variant(printed.paper, options, printed.preset.replace("+tpe_paper", "+tpe_released"))
     if released == printed:
         raise ValueError(f"{row} was run as the paper prints it")
     return released

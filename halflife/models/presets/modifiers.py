@@ -124,7 +124,8 @@ NO_DECAY: tuple[Refusal, ...] = (
      "{modifier} changes a decay with parameters, and in {base} the input alone sets it"),
 )  # fmt: skip
 NO_VECTOR = (*NO_DECAY, (_of("mamba2", "mamba3"),
-    "{base} has one step size per head for the decay and the input; it cannot be vector"))  # fmt: skip
+    "{base} has one step size per head for the decay and the input; it cannot be vector. Mamba-2's vector decay in the "
+    "Decay paper's block is its row vector/mamba2"))  # fmt: skip
 NO_SCALAR = (*NO_DECAY, (_of("rwkv7"), "RWKV-7 has one decay per key channel, which cannot be scalar"))
 NO_SHARED_KEYS = (*NO_DECAY, _no_block("projects its keys and cannot use k = 1 − λ"))
 OWN_UPDATE = (_no_block("has an update of its own"),)
