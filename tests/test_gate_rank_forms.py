@@ -5,6 +5,7 @@ import torch
 from helpers import assert_close, assert_raises, assert_streams, cases
 
 import halflife
+from halflife.lab.experiments import EXPERIMENTS
 from halflife.layers import GateRank
 from halflife.layers.memory.gate_rank import SlowGate
 from halflife.ops import gate_rank
@@ -63,7 +64,7 @@ def test_printed_reset_law_is_for_the_linear_update():
 
 
 def test_printed_gate():
-    """log α = −A relu(ShortConv(W x + b)), one number per layer; A starts in [1, 16], b at 0."""
+    """Eq. 8, log α = −A relu(ShortConv(W x + b)); here one number per layer, A in [1, 16] and b = 0 at the start."""
     gate = GateRank(32, 4, gates="layer", bias="before", reset_rate=0.5, rate_start="uniform_1_16").double()
     assert gate.slow_gate.bias.item() == 0
     assert 1 <= gate.slow_gate.A_log.exp().item() <= 16
@@ -79,10 +80,11 @@ def test_printed_gate():
             assert_close(g[b, t], expected.expand(4), 1e-12)
 
 
-@pytest.mark.parametrize("name", ["mamba2+gate_rank_paper", "gated_deltanet+gate_rank_paper"])
-def test_paper_preset(name):
-    """It streams, it has one gate per layer, and its op is the mask's."""
-    model = halflife.LanguageModel(halflife.preset(name, **SIZES)).double()
+@pytest.mark.parametrize("name", ["mamba2+gate_rank", "gated_deltanet+gate_rank"])
+def test_one_gate_per_layer(name):
+    """It streams, and its op is the mask's."""
+    options = {"gate_rank": {"gates": "layer", "bias": "before", "reset_rate": 0.5, "rate_start": "uniform_1_16"}}
+    model = halflife.LanguageModel(halflife.preset(name, **SIZES, mixer_options=options)).double()
     ids = torch.randint(31, (2, 12))
     whole, _ = model(ids)
     first, state = model(ids[:, :5])
@@ -90,6 +92,12 @@ def test_paper_preset(name):
     gates = [module for module in model.modules() if isinstance(module, GateRank)]
     assert [gate.proj.out_features for gate in gates] == [1, 1]
     assert {gate.reset_law for gate in gates} == {"mask"}
+
+
+def test_no_form_is_called_the_papers():
+    """The paper gives neither the number of gates nor the initial bias and rate; the error names the form that is."""
+    assert_raises(ValueError, "Did you mean 'gate_rank'", halflife.preset, "mamba2+gate_rank_paper", **SIZES)
+    assert EXPERIMENTS["gate-rank-lm"]().models_at("paper")[1] == "mamba2+gate_rank"
 
 
 @cases(

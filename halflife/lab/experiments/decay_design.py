@@ -88,7 +88,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-GROUPS = ("core", "all", "released")
+GROUPS = ("core", "all", "all-ours", "released")
 # What the authors' code has in place of the paper's (docs/fidelity.md).
 RELEASED = {
     "decay": {name: f"{name}_released" for name in ("gla", "lightnet", "tnl", "tnl_l")},
@@ -186,6 +186,7 @@ class DecayDesign(LanguageExperiment):
     groups: ClassVar = {
         "core": CORE,
         "all": tuple(VARIANTS),
+        "all-ours": tuple(f"{name}:ours" if name.startswith("tpe/") else name for name in VARIANTS),
         "released": tuple(f"{name}:released" for name in VARIANTS if _differs(name)),
     }
     build_model: ClassVar = staticmethod(row_model)

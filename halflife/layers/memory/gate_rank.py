@@ -24,7 +24,8 @@ class SlowGate(Float32Module):
 
     For f of unit variance, conv(f) is initially a standard normal number, and `b = Φ⁻¹(reset_rate)`. `A_slow` starts
     log-uniform in [0.01, 1].
-    Source: GateRank, Eq. 8 (with corrected subscripts of A). The initial values of b and A are ours (docs/log.md).
+    Source: GateRank, Eq. 8 (with corrected subscripts of A). The paper does not give the number of gates or the initial
+    values of b and A, so these are ours (docs/log.md).
 
     Args:
         reset_rate: initial share of tokens that are resets, in (0, 1); 0.5 is a bias of zero.

@@ -53,7 +53,6 @@ SKA_PAPER: Options = {
 }  # fmt: skip
 SKA_DECAY: Options = {"decay": "simple", "beta": True}
 SLIDING_WINDOW = 2048  # tokens, as in Samba
-GATE_RANK_PAPER = {"gates": "layer", "bias": "before", "reset_rate": 0.5, "rate_start": "uniform_1_16"}
 
 # The bases that the paper and the released code of PoST have.
 POST_BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
@@ -166,8 +165,6 @@ UPDATES: dict[str, Modifier] = {
         "DPLR as the Decay paper's authors ran it: the state decays first, β lies in (0, 2), and v has no β."),
     "gate_rank": Modifier(_mixer(gate_rank={}), NO_GATE_RANK,
         "GateRank: a slow state beside the fast (decaying) state, which it absorbs at learned resets; a scalar decay."),
-    "gate_rank_paper": Modifier(_mixer(gate_rank=GATE_RANK_PAPER), NO_GATE_RANK,
-        "GateRank with the paper's gate: one per layer, bias 0 before the convolution, A as Mamba-2's (Eq. 8)."),
     "log_linear": Modifier(_mixer(log_linear={}), NO_LOG_LINEAR,
         "Log-linear attention (Guo et al. 2025): a state for every power of two of the distance; a scalar decay."),
 }  # fmt: skip
@@ -222,7 +219,7 @@ EXCLUSIVE = (
     ({"scalar", "share"}, "k = 1 − λ needs one λ per channel"),
     ({"rope", "lrpe", "tpe", "rope_released", "tpe_paper", "tpe_released"}, "positions are encoded once"),
     ({"delta", "dplr", "dplr_released"}, "a state has one update"),
-    ({"gate_rank", "gate_rank_paper", "log_linear"}, "a layer has one set of states"),
+    ({"gate_rank", "log_linear"}, "a layer has one set of states"),
 )
 # Bases, forms of PoST that replace their decay or their positions, and the modifiers that have no effect then.
 REPLACED = (

@@ -29,8 +29,8 @@ PAPER = DecayDesignSettings(
 class DecayLM(LanguageExperiment):
     """The Decay paper's grid as it was run: all 39 rows at 160M parameters on FineWeb-Edu.
 
-    `--scale paper-410m` and `paper-1.45b` have the other sizes of Table 5. Groups: `core`, `all`, and `released`, the
-    rows that the authors ran in another form than they print.
+    `--scale paper-410m` and `paper-1.45b` have the other sizes of Table 5. Groups: `core`, `all`, `all-ours` with our
+    Toeplitz layer, and `released`, the rows that the authors ran in another form than they print.
 
     Departures: the paper does not give the settings that `papers` marks, the clipping of the gradient, the width of the
     GLU (8/3 of the model's, rounded up to 256), and what its loss is measured on (held-out documents here). 20,000

@@ -18,9 +18,10 @@ PAPER = LanguageSettings(
 class GateRankLM(LanguageExperiment):
     """GateRank's language models: Mamba-2 and Gated DeltaNet of ~760M parameters, each with GateRank and without.
 
-    Departures: the paper does not give the settings that `papers` marks, the heads, and the width of values
-    (docs/design-space.md has our reading). Mistral's tokenizer has the 32,000 ids of flash-linear-attention's models,
-    whose trainer the paper used.
+    Departures: the paper does not give the settings that `papers` marks, the heads, the width of values
+    (docs/design-space.md has our reading), and the number, bias and rate of GateRank's gates, which are those of
+    `gate_rank`. Mistral's tokenizer has the 32,000 ids of flash-linear-attention's models, whose trainer the paper
+    used.
     """
 
     scales: ClassVar = {
@@ -28,7 +29,7 @@ class GateRankLM(LanguageExperiment):
         "small": LanguageSettings(**language.SMALL, size="gate-rank-760m"),
         "paper": PAPER,
     }
-    models: ClassVar = ("mamba2", "mamba2+gate_rank_paper", "gated_deltanet", "gated_deltanet+gate_rank_paper")
+    models: ClassVar = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank")
     zero_shot: ClassVar = "gate-rank-lm"
 
     def size_of(self, name: str, settings: LanguageSettings) -> str:
