@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet
 
 .PHONY: native demo test slow doors faults test-oldest test-newest coverage lint format docs bench gpu dist constraints
-.PHONY: chromium clean
+.PHONY: chromium clean gpu-offline
 
 # The stamps are newer than these files once everything that they name is installed.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -110,6 +110,10 @@ bench: $(VENV)/installed-dev native
 # Needs torch, einops, triton and this folder alone; no install, so that it runs on a bare GPU machine.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
+
+# The same kernels compiled for three cards without one, and what models ask of a card. Writes docs/gpu.md.
+gpu-offline: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/offline.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-test-* build dist *.egg-info

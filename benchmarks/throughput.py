@@ -45,8 +45,8 @@ RECURRENT = [name for name in DEPTHS if name != "llama"]
 DECODED = (*DEPTHS, LLAMA)
 SLOW = (512, 2048)  # lengths at which transformers' Mamba-2 is timed
 MEMORY_AT = 2048  # tokens of the step whose memory is measured
-LENGTHS = (512, 1024, 2048, 4096, 8192)
-CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
+LENGTHS = (512, 2048, 8192)
+CONTEXTS = (512, 4096, 16384)
 DECODED_TOKENS = 32  # timed after each context
 
 GEMM, SIDE = "GEMM", 2048  # a product of square matrices, timed in turn with the models
@@ -196,12 +196,17 @@ def train(models: dict[str, Any], lengths: list[int], arguments: argparse.Namesp
 def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield one row a model: tokens/s and the share of the GEMM rate at each length, and the memory of a step."""
     at = max((length for length in speeds if length <= MEMORY_AT), default=min(speeds))
-    yield "Tokens/s of training. The MFU in brackets is 3 × the matrix products of a forward pass (with all of softmax"
-    yield "attention's), divided by the rate of one product of 2048³ in the same rounds. Memory is the growth of a"
-    yield "fresh process in its first step, with gradients and AdamW's moments, and in brackets without the kernels."
+    if arguments.bf16:
+        yield "Tokens/s of training; columns as in float32."
+    else:
+        yield "Tokens/s of training. The MFU in brackets is 3 × the matrix products of a forward pass (with all of"
+        yield "softmax attention's), divided by the rate of one product of 2048³ in the same rounds. Memory is the"
+        yield "growth of a fresh process in its first step, with gradients and AdamW's moments, and in brackets without"
+        yield "the kernels."
     yield ""
-    yield f"| model | layers | parameters | {' | '.join(f'T {length:,}' for length in speeds)} | MB (T {at:,}) |"
-    yield "|---|---:|---:|" + "---:|" * (len(speeds) + 1)
+    sized = "" if arguments.bf16 else "layers | parameters | "  # the same in both sections
+    yield f"| model | {sized}{' | '.join(f'T {length:,}' for length in speeds)} | MB (T {at:,}) |"
+    yield "|---|" + "---:|" * (len(speeds) + 1 + sized.count("|"))
     for name, model in models.items():
         own = models[SAME.get(name, name)]
         cells = []
@@ -210,9 +215,10 @@ def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.N
             cells.append(f"{found[name]:,.0f} ({needed / found[GEMM]:.0%})" if name in found else "")
         memory, without = (_memory(name, at, arguments, *flag) / 1e6 for flag in ((), ("--no-kernels",)))
         cells.append(f"{memory:,.0f} ({without:,.0f})")
-        yield f"| {name} | {len(own.blocks)} | {_size(model) / 1e6:.2f} M | {' | '.join(cells)} |"
+        own_size = f"{len(own.blocks)} | {_size(model) / 1e6:.2f} M | " if sized else ""
+        yield f"| {name} | {own_size}{' | '.join(cells)} |"
     rates = " | ".join(f"{found[GEMM] / 1e9:,.0f}" for found in speeds.values())
-    yield f"| {GEMM}, GFLOP/s | | | {rates} | |"
+    yield f"| {GEMM}, GFLOP/s | {'| | ' if sized else ''}{rates} | |"
 
 
 def ratio_table(speeds: Speeds) -> Iterator[str]:

@@ -1,0 +1,284 @@
+"""GPU kernels judged without a GPU: `make gpu-offline` writes `docs/gpu.md` and `benchmarks/results/offline.json`.
+
+Every kernel that the package launches is compiled for the targets of `offline_kernels.TARGETS`, at the head sizes of
+`CASES`. Registers, spills, tensor-core instructions, launches and bytes are facts of compiled code and of calls.
+All times are predictions, by the static model of `offline_code` and the rates that a GPU measured in `results/`.
+
+A row that misses a limit is listed under "missed_today" in the file and may not get worse. New misses need `--accept`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+sys.path[:0] = [str(FOLDER), str(ROOT)]
+
+import offline_code  # noqa: E402
+import offline_kernels  # noqa: E402
+import offline_models  # noqa: E402
+import offline_page  # noqa: E402
+from offline_kernels import TARGETS, Launch  # noqa: E402
+from offline_limits import Row, misses, worse  # noqa: E402
+from offline_sources import sources  # noqa: E402
+
+RESULTS = FOLDER / "results" / "offline.json"
+LAUNCH_MS = 0.003  # the least that a launch takes
+MODELS = [
+    "mamba2", "mamba2+post", "mamba2+gate_rank", "mamba2+post+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank",
+    "gla", "rwkv7", "llama",
+]  # fmt: skip
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class Case(NamedTuple):
+    """A call of an op whose kernels are compiled, forward and backward."""
+
+    op: str
+    mode: str  # none, scalar, gate_rank
+    key: int = 64
+    value: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    heads: int = 16
+    shared: int = 16  # heads of queries and keys
+    shapes: tuple[tuple[int, int], ...] = ((1, 32768), (16, 2048))  # (B, T); kernels are compiled for the first
+
+
+CASES = {
+    f"linear, {mode}, {size}": Case("linear_attention", mode, size, size)
+    for mode, size in (("none", 64), ("scalar", 64), ("scalar", 128), ("gate_rank", 64), ("gate_rank", 128))
+}
+CASES |= {f"delta, {mode}, 64": Case("delta_rule", mode) for mode in ("scalar", "gate_rank")}
+CASES["linear, mamba2"] = Case("linear_attention", "scalar", 128, 64, heads=32, shared=1, shapes=((8, 2048),))
+# Bytes ÷ floor that kernels should reach, forward and with the backward pass, by case and batch size. The floor is the
+# bytes of q, k, v and o, and three times those of both passes.
+BYTES = {
+    ("linear, none, 64", 16): (1.2, 1.7), ("linear, none, 64", 1): (1.7, 2.0),
+    ("linear, scalar, 64", 16): (1.2, 1.7), ("linear, scalar, 64", 1): (1.7, 2.0),
+    ("linear, gate_rank, 64", 16): (1.2, 1.8), ("linear, gate_rank, 64", 1): (1.7, 2.2),
+    ("delta, scalar, 64", 16): (1.9, 3.0), ("delta, gate_rank, 64", 16): (2.5, 3.5),
+}  # fmt: skip
+
+
+def launches_of(case: Case, batch: int, length: int) -> tuple[list[Launch], list[Launch]]:
+    """The kernels that a call launches, forward and then backward, with tensors that have no data."""
+    from halflife.ops.backends.triton.op import run
+    from halflife.ops.call import Call
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=True)
+
+    at = (batch, length)
+    tensors: dict[str, Tensor | None] = {
+        "q": leaf(*at, case.shared, case.key, dtype=case.dtype),
+        "k": leaf(*at, case.shared, case.key, dtype=case.dtype),
+        "v": leaf(*at, case.heads, case.value, dtype=case.dtype),
+    }
+    op = "gate_rank" if case.mode == "gate_rank" else case.op
+    if op == "gate_rank":
+        tensors |= {"g_slow": leaf(*at, case.heads), "g_fast": leaf(*at, case.heads)}
+    else:
+        tensors["g"] = leaf(*at, case.heads) if case.mode == "scalar" else None
+    if op != "linear_attention":
+        tensors["beta"] = leaf(*at, case.heads) if case.op == "delta_rule" else None
+    forward: list[Launch] = []
+    backward: list[Launch] = []
+    with offline_kernels.captured(forward):
+        o, _ = run(Call.of(op, tensors))
+    with offline_kernels.captured(backward):
+        o.float().sum().backward()
+    return forward, backward
+
+
+def name_of(launch: Launch, case: str) -> str:
+    """ "states._outputs_kernel BACK, linear, scalar, 64": the kernel, its flags that are set, and the case."""
+    flags = [name for name, value in launch.constants().items() if value is True]
+    file = launch.function.fn.__module__.rpartition(".")[2]
+    return f"{' '.join((f'{file}.{launch.name}', *flags))}, {case}"
+
+
+def trips(launch: Launch) -> int:
+    """How many chunks a program of a walk passes, one after another; 1 for a program of one chunk."""
+    given = launch.arguments
+    if "SEGMENT" in given:
+        return math.ceil(given["SEGMENT"] / given["C"])
+    if "sequences" not in given:
+        return 1
+    chunks = given.get("chunks", given.get("states"))
+    return max(1, chunks.shape[0] // given["sequences"].shape[0])
+
+
+def row_of(launch: Launch, copy: float) -> tuple[Row, dict[str, Any]]:
+    """The row of a kernel, and facts about it: which limits it has, and its cycles by the static model."""
+    text = offline_kernels.intermediate(launch)
+    does = offline_kernels.roles(text)
+    size = offline_kernels.moved(launch, does)
+    row: Row = {}
+    for target in TARGETS:
+        kernel = offline_kernels.compiled(launch, target)
+        row[target] = {**offline_code.resources(kernel), "bytes": size}
+        if target == "sm_90":
+            cycles = offline_code.timing(offline_code.disassembled(kernel.asm["cubin"])[0])
+    tensors = [x for x in launch.arguments.values() if isinstance(x, Tensor)]
+    facts = {
+        "products": "tt.dot" in text and any(x.dtype in NARROW for x in tensors),
+        "walk": "tt.dot" in text and trips(launch) > 1,
+        "timing": [round(x) for x in (cycles.cycles, cycles.issued, cycles.outside, cycles.outside_issued)],
+        "moves": {name: sorted(kinds) for name, kinds in does.items() if kinds},
+    }
+    row["sm_90"]["predicted_ms"] = round(predicted_ms(launch, row, facts, copy), 4)
+    return row, facts
+
+
+def predicted_ms(launch: Launch, row: Row, facts: dict[str, Any], copy: float) -> float:
+    """Predict the milliseconds of a launch on an H100 from its kernel's row, which may be of another batch size."""
+    size = offline_kernels.moved(launch, facts["moves"])
+    figures, one = row["sm_90"], offline_code.Timing(*facts["timing"])
+    return offline_code.predicted_ms(
+        one, figures["warps"], figures["programs"], launch.programs, trips(launch), size, copy
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the file
+
+
+def rates() -> dict[str, float]:
+    """The rates that a GPU measured: bytes/s of a copy, operations/s of a product in bfloat16, and of what card."""
+    file = max((FOLDER / "results").glob("nvidia-*.md"))
+    text = file.read_text(encoding="utf-8")
+    return {
+        "copy": 1e12 * float(re.search(r"([\d.]+) TB/s copy", text)[1]),
+        "product": 1e12 * float(re.search(r"([\d.]+) TFLOP/s", text)[1]),
+    }
+
+
+def write(data: dict[str, Any]) -> None:
+    """Write the file in one line for each row, so that a change of one is a change of one line."""
+    lines = []
+    for part, rows in data.items():
+        inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        lines.append(f" {json.dumps(part)}: {{\n{inner}\n }}")
+    new = RESULTS.with_suffix(".new")
+    new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    os.replace(new, RESULTS)
+
+
+def read() -> dict[str, Any]:
+    if RESULTS.exists():
+        return json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {part: {} for part in ("versions", "rates", "sources", "kernels", "facts", "missed_today", "ops", "models")}
+
+
+def kernel_of(row: str) -> str:
+    """ "states._outputs_kernel" of the name of a row."""
+    return row.split(",")[0].split(" ")[0]
+
+
+def compile_all(data: dict[str, Any]) -> None:
+    """Compile what has no row, or one of other code, and save each row at once."""
+    import triton
+
+    now, versions = sources(), {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
+    same = data["versions"].get("triton") == versions["triton"]
+    old = {name: row for name, row in data["kernels"].items()
+           if same and now.get(kernel_of(name)) == data["sources"].get(kernel_of(name))}  # fmt: skip
+    data |= {"versions": versions, "kernels": old, "facts": {name: data["facts"][name] for name in old}}
+    data["sources"] = {name: value for name, value in now.items() if any(kernel_of(row) == name for row in old)}
+    copy, wanted = rates()["copy"], []
+    for case, call in CASES.items():
+        for launch in [x for part in launches_of(call, *call.shapes[0]) for x in part]:
+            name = name_of(launch, case)
+            if name not in data["kernels"]:
+                print(f"compiles {name}", file=sys.stderr, flush=True)
+                data["kernels"][name], data["facts"][name] = row_of(launch, copy)
+                data["sources"][kernel_of(name)] = now[kernel_of(name)]
+                write(data)
+            wanted.append(name)
+    for part in ("kernels", "facts"):
+        data[part] = {name: data[part][name] for name in dict.fromkeys(wanted)}
+
+
+def ops(data: dict[str, Any], copy: float) -> dict[str, Any]:
+    """Case → launches, bytes ÷ floor and predicted ms, each forward and with the backward pass, by shape."""
+    found: dict[str, Any] = {}
+    for case, call in CASES.items():
+        found[case] = {}
+        for batch, length in call.shapes:
+            parts = launches_of(call, batch, length)
+            scores = batch * length * call.dtype.itemsize
+            floor = scores * 2 * (call.shared * call.key + call.heads * call.value)
+            does = [[data["facts"][name_of(x, case)]["moves"] for x in part] for part in parts]
+            size = [sum(map(offline_kernels.moved, *both)) for both in zip(parts, does, strict=True)]
+            times = [
+                sum(
+                    max(LAUNCH_MS, predicted_ms(x, data["kernels"][name], data["facts"][name], copy))
+                    for x in part if (name := name_of(x, case))
+                )
+                for part in parts
+            ]  # fmt: skip
+            found[case][f"{batch} × {length}"] = {
+                "launches": [len(parts[0]), len(parts[0]) + len(parts[1])],
+                "bytes_over_floor": [round(size[0] / floor, 2), round(sum(size) / (3 * floor), 2)],
+                "target": BYTES.get((case, batch)),
+                "predicted_ms": [round(times[0], 3), round(sum(times), 3)],
+            }
+    return found
+
+
+def achieved(copy: float) -> float:
+    """The bytes/s at which our kernels of linear attention ran on a GPU, forward and backward."""
+    rows = json.loads((ROOT / "docs/results/speed_ops.json").read_text())["ops"]
+    seconds = next(row["both"] for row in rows if (row.get("name"), row.get("T")) == ("linear_attention", 8192))
+    parts = launches_of(CASES["linear, scalar, 64"], 4, 8192)
+    size = [offline_kernels.moved(x, offline_kernels.roles(offline_kernels.intermediate(x))) for y in parts for x in y]
+    return min(copy, sum(size) / seconds)
+
+
+def limited(data: dict[str, Any], accept: bool) -> list[str]:
+    """Keep "missed_today" to what is missed, and return what may not be: a new miss, or a worse one."""
+    allowed, complaints, missed = data["missed_today"], [], {}
+    for name, row in data["kernels"].items():
+        facts = data["facts"][name]
+        wrong = worse(row, facts, allowed.get(name, {}))
+        complaints += [f"{name}: {', '.join(wrong)}"] if wrong and not accept else []
+        if now := misses(row, facts):
+            missed[name] = now if accept or not wrong else allowed.get(name, {})
+    data["missed_today"] = {name: row for name, row in missed.items() if row}
+    return complaints
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accept", action="store_true", help="list what newly misses a limit under missed_today")
+    parser.add_argument("--models", nargs="*", default=MODELS, help="count these presets again (default: all)")
+    arguments = parser.parse_args()
+    data = read()
+    compile_all(data)
+    complaints = limited(data, arguments.accept)
+    roofs = rates()
+    data["ops"] = ops(data, roofs["copy"])
+    write(data)
+    roofs["triton"] = achieved(roofs["copy"])
+    data["rates"] = {name: float(f"{value:.4g}") for name, value in roofs.items()}
+    for name in arguments.models:
+        print(f"counts {name}", file=sys.stderr, flush=True)
+        data["models"][name] = offline_models.row_of(name, roofs)
+        write(data)
+    offline_page.write(data, ROOT)
+    if complaints:
+        sys.exit("worse than a limit (--accept takes it into missed_today):\n" + "\n".join(complaints))
+
+
+if __name__ == "__main__":
+    main()

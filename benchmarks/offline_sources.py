@@ -1,0 +1,87 @@
+"""The kernels that the package launches, and a hash of the code that each depends on. Nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "halflife"
+
+Place = tuple[str, str]  # name of a file without its ending, name of a function or constant
+
+
+class _Modules:
+    """The functions and constants of all files with kernels, and what they name."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.defined: dict[Place, ast.stmt] = {}
+        self.text = {file.stem: file.read_text(encoding="utf-8").splitlines() for file in files}
+        self.imported: dict[Place, Place] = {}
+        stems = {file.stem for file in files}
+        for file in files:
+            for node in ast.parse("\n".join(self.text[file.stem])).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    self.defined[file.stem, node.name] = node
+                elif isinstance(node, ast.Assign | ast.AnnAssign):
+                    goals = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    names = [n.id for goal in goals for n in ast.walk(goal) if isinstance(n, ast.Name)]
+                    self.defined |= {(file.stem, name): node for name in names}
+                elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in stems:
+                    source = (node.module or "").split(".")[-1]
+                    self.imported |= {(file.stem, a.asname or a.name): (source, a.name) for a in node.names}
+
+    def used(self, place: Place) -> set[Place]:
+        """What a definition names, of this package."""
+        names = {n.id for n in ast.walk(self.defined[place]) if isinstance(n, ast.Name)} - {place[1]}
+        places = {self.imported.get((place[0], name), (place[0], name)) for name in names}
+        return places & self.defined.keys()
+
+    def launches(self, place: Place) -> set[Place]:
+        """The kernels that a function launches: `kernel[grid](…)`."""
+        calls = [n.func.value for n in ast.walk(self.defined[place])
+                 if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript)]  # fmt: skip
+        names = {n.id for n in calls if isinstance(n, ast.Name)}
+        places = {self.imported.get((place[0], name), (place[0], name)) for name in names}
+        return {at for at in places & self.defined.keys() if "jit" in _decorators(self.defined[at])}
+
+    def closure(self, starts: set[Place]) -> set[Place]:
+        found, waiting = set(starts), list(starts)
+        while waiting:
+            new = self.used(waiting.pop()) - found
+            found |= new
+            waiting += new
+        return found
+
+
+def _decorators(node: ast.stmt) -> str:
+    return " ".join(ast.unparse(x) for x in getattr(node, "decorator_list", []))
+
+
+def _code(text: list[str], node: ast.stmt) -> str:
+    """The code of a definition in the lines `text`, without comments, layout and documentation."""
+    first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+    lines = {n: text[n - 1] for n in range(first, (node.end_lineno or first) + 1)}
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+        head = node.body[0]
+        for n in range(head.lineno, (head.end_lineno or head.lineno) + 1):
+            del lines[n]
+    return "".join(re.sub(r"#.*|\s", "", line) for line in lines.values())
+
+
+def sources(package: Path = PACKAGE) -> dict[str, str]:
+    """Each kernel, "file.function" → a hash of its code, of the host code that launches it, and of what both call."""
+    files = [file for file in sorted(package.rglob("*.py")) if "import triton" in file.read_text(encoding="utf-8")]
+    modules = _Modules(files)
+    hosts: dict[Place, set[Place]] = {}
+    for place, node in modules.defined.items():
+        if isinstance(node, ast.FunctionDef):
+            for kernel in modules.launches(place):
+                hosts.setdefault(kernel, set()).add(place)
+    hashes = {}
+    for kernel, launchers in sorted(hosts.items()):
+        depends = modules.closure({kernel, *launchers})
+        text = "\n".join(_code(modules.text[place[0]], modules.defined[place]) for place in sorted(depends))
+        hashes[".".join(kernel)] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashes

@@ -1,0 +1,145 @@
+"""Compiled GPU kernels keep their limits, every kernel has a row, and the figures are those of today's code."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import cases
+
+if sys.platform != "linux":
+    pytest.skip("triton has Linux wheels only", allow_module_level=True)
+
+ROOT = Path(__file__).parent.parent
+DATA = json.loads((ROOT / "benchmarks/results/offline.json").read_text())
+FIGURES = {"registers", "spills", "shared", "programs", "wgmma", "mma", "cp_async", "bytes"}
+MODEL = {"launches", "bytes", "syncs", "graph_breaks", "saved_bytes", "decode_launches", "predicted_ms"}
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def script(name):
+    return importlib.import_module(name)
+
+
+def test_every_kernel_has_rows_of_its_present_code():
+    """`make gpu-offline` makes them; a changed or new kernel, or a change of what launches it, needs a new run."""
+    assert script("offline_sources").sources() == DATA["sources"]
+    assert {name.split(",")[0].split(" ")[0] for name in DATA["kernels"]} == set(DATA["sources"])
+
+
+@pytest.mark.parametrize("name", DATA["kernels"])
+def test_no_kernel_is_worse_than_its_limits(name):
+    row = DATA["kernels"][name]
+    assert set(row) == {"sm_90", "sm_80", "gfx942"}
+    assert all(set(figures) >= FIGURES for figures in row.values())
+    assert script("offline_limits").worse(row, DATA["facts"][name], DATA["missed_today"].get(name, {})) == []
+
+
+def test_missed_limits_are_missed():
+    """An entry that is better by now is written anew, so that it cannot become worse again."""
+    limits = script("offline_limits")
+    now = {name: limits.misses(row, DATA["facts"][name]) for name, row in DATA["kernels"].items()}
+    assert DATA["missed_today"] == {name: wrong for name, wrong in now.items() if wrong}
+
+
+@cases(
+    "change, allowed, wrong",
+    ({}, {}, []),
+    ({"spills": 3}, {}, ["sm_90: spills 3"]),
+    ({"spills": 3}, {"sm_90": {"spills": 3}}, []),
+    ({"spills": 4}, {"sm_90": {"spills": 3}}, ["sm_90: spills 4"]),
+    ({"programs": 1}, {"sm_90": {"spills": 3}}, ["sm_90: programs 1"]),
+    ({"programs": 0}, {"sm_90": {"programs": 1}}, ["sm_90: programs 0"]),
+    ({"wgmma": 0}, {}, ["sm_90: wgmma 0"]),
+    ({"cp_async": 0}, {}, ["sm_90: cp_async 0"]),
+)
+def test_limits(change, allowed, wrong):
+    row = {"sm_90": {"spills": 0, "programs": 2, "wgmma": 4, "mma": 0, "cp_async": 2, **change}}
+    assert script("offline_limits").worse(row, {"products": True, "walk": True}, allowed) == wrong
+
+
+def test_a_hash_follows_code_and_not_comments(tmp_path):
+    text = (
+        "import triton\nN = 3\n@triton.jit\ndef helper(x):\n    return x + N\n@triton.jit\ndef my_kernel(x):\n"
+        "    helper(x)\ndef launch(x):\n    my_kernel[1,](x)\n"
+    )
+    read = script("offline_sources").sources
+
+    def hashed(text):
+        (tmp_path / "file.py").write_text(text)
+        return read(tmp_path)
+
+    first = hashed(text)
+    assert set(first) == {"file.my_kernel"}
+    assert hashed(text.replace("def helper(x):\n", 'def helper(x):\n    """Add."""\n    # comment\n')) == first
+    for old, new in (("N = 3", "N = 4"), ("x + N", "x - N"), ("[1,]", "[2,]")):
+        assert hashed(text.replace(old, new)) != first
+
+
+def test_the_page_shows_the_figures():
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert all(f"`{name}`" in page for name in (*DATA["sources"], *DATA["models"]))
+    prose = [line for line in page.splitlines() if not line.startswith(("|", "#"))]
+    assert len(" ".join(prose).split()) <= 400
+    assert all(set(row) >= MODEL for row in DATA["models"].values())
+
+
+CODE = """
+import json, sys
+sys.path[:0] = ["benchmarks"]
+import torch, offline, offline_models
+found = {}
+for name in sys.argv[1:]:
+    case = offline.CASES[name]
+    for launch in [x for part in offline.launches_of(case, *case.shapes[0]) for x in part]:
+        found[offline.name_of(launch, name)] = offline.row_of(launch, 3e12)[0]
+model = offline_models.row_of("mamba2", {"copy": 3e12, "product": 7e14, "triton": 1e12})
+print(json.dumps([found, model]))
+"""
+
+
+@pytest.mark.slow
+def test_the_figures_are_those_of_this_code():
+    """Of two cases and a model, in a process of its own, whose Triton has no GPU."""
+    triton = pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, "linear, scalar, 64", "linear, gate_rank, 64"],
+        capture_output=True, text=True, check=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    found, model = json.loads(done.stdout)
+    counted = ("launches", "forward_launches", "bytes", "syncs", "graph_breaks", "decode_launches")
+    assert {key: model[key] for key in counted} == {key: DATA["models"]["mamba2"][key] for key in counted}
+    for name, row in found.items():
+        if triton.__version__ == DATA["versions"]["triton"]:
+            same = [{k: v for k, v in x["sm_90"].items() if k != "predicted_ms"} for x in (row, DATA["kernels"][name])]
+            assert same[0] == same[1], name
+        assert row["sm_90"]["bytes"] == DATA["kernels"][name]["sm_90"]["bytes"]
+
+
+def test_bytes_of_a_launch():
+    """Arguments that are loaded and stored, from a kernel's first code, and entries of stride 0 once."""
+    kernels = script("offline_kernels")
+    text = """
+  tt.func public @k(%x: !tt.ptr<f32> loc("x"), %y: !tt.ptr<f32> loc("y"), %n: i32 loc("n")) {
+    %0 = tt.splat %x : !tt.ptr<f32> -> tensor<4x!tt.ptr<f32>>
+    %1 = tt.addptr %0, %i : tensor<4x!tt.ptr<f32>>, tensor<4xi32>
+    %2 = scf.for %a = %b to %c step %d iter_args(%p = %1) -> (tensor<4x!tt.ptr<f32>>) : i32 {
+      %3 = tt.load %p, %m : tensor<4x!tt.ptr<f32>>
+      tt.store %p, %3 : tensor<4x!tt.ptr<f32>>
+    }
+    %4 = tt.load %y : !tt.ptr<f32>
+"""
+    found = kernels.roles(text)
+    assert found == {"x": {"load", "store"}, "y": {"load"}}
+    wide = torch.empty(4, 1, 8).expand(4, 5, 8)
+    launch = kernels.Launch(None, (1,), {"x": torch.empty(10), "y": wide, "n": 3}, {})
+    assert kernels.moved(launch, found) == 2 * 40 + 4 * 8 * 4
