@@ -59,7 +59,7 @@ def fully_shard(model: nn.Module, mp_policy: MixedPrecisionPolicy | None = None,
             shard_unit(module, **{**options, "mp_policy": MixedPrecisionPolicy()})
         elif isinstance(module, Block):
             shard_unit(module, **options)
-    return shard_unit(model, **options)
+    return shard_unit(model, **options)  # pyright: ignore[reportReturnType]
 
 
 def shard(objective: nn.Module, device: torch.device) -> None:

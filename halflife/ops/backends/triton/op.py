@@ -8,6 +8,8 @@ are those of linear attention that writes these values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ class _Kernels(torch.autograd.Function):
         if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
             raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
         q, k, v, beta, g_slow, g_fast, initial = ctx.saved_tensors
-        rest = ((g_slow, g_fast), initial, *ctx.settings, do.contiguous(), dfinal.contiguous())
+        rest: Any = ((g_slow, g_fast), initial, *ctx.settings, do.contiguous(), dfinal.contiguous())
         if beta is not None:
             return *delta_backward.backward(q, k, v, beta, *rest), None, None
         dq, dk, dv, *others = linear_backward.backward(q, k, v, *rest)
