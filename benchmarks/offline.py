@@ -30,7 +30,7 @@ import offline_kernels  # noqa: E402
 import offline_models  # noqa: E402
 import offline_page  # noqa: E402
 from offline_kernels import TARGETS, Launch  # noqa: E402
-from offline_limits import Row, misses, worse  # noqa: E402
+from offline_limits import COUNTED, Row, least, missed_bytes, misses, more, worse  # noqa: E402
 from offline_sources import sources  # noqa: E402
 
 RESULTS = FOLDER / "results" / "offline.json"
@@ -40,6 +40,11 @@ MODELS = [
     "gla", "rwkv7", "llama",
 ]  # fmt: skip
 NARROW = (torch.bfloat16, torch.float16)
+
+
+PARTS = (
+    "versions", "rates", "sources", "kernels", "facts", "missed_today", "ops", "ops_today", "models", "models_today",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -177,7 +182,7 @@ def write(data: dict[str, Any]) -> None:
 def read() -> dict[str, Any]:
     if RESULTS.exists():
         return json.loads(RESULTS.read_text(encoding="utf-8"))
-    return {part: {} for part in ("versions", "rates", "sources", "kernels", "facts", "missed_today", "ops", "models")}
+    return {part: {} for part in PARTS}
 
 
 def kernel_of(row: str) -> str:
@@ -275,7 +280,18 @@ def main() -> None:
         print(f"counts {name}", file=sys.stderr, flush=True)
         data["models"][name] = offline_models.row_of(name, roofs)
         write(data)
+    reached = {
+        "ops_today": missed_bytes(data["ops"]),
+        "models_today": {name: {key: row[key] for key in COUNTED} for name, row in data["models"].items()},
+    }
+    for part, now in reached.items():
+        old = {} if arguments.accept else data.get(part, {})
+        new = [name for name in now if name not in old] if part == "ops_today" and old else []
+        complaints += more(now, old) + [f"{name}: misses its bytes now" for name in new]
+        data[part] = least({name: row for name, row in now.items() if name not in new}, old)
+    write(data)
     offline_page.write(data, ROOT)
+    print(offline_page.rows(data))
     if complaints:
         sys.exit("worse than a limit (--accept takes it into missed_today):\n" + "\n".join(complaints))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+COUNTED = ("launches", "forward_launches", "syncs", "graph_breaks", "decode_launches", "decode_syncs", "saved_bytes")
+
 Row = dict[str, dict[str, Any]]  # target → figures
 
 
@@ -35,3 +37,40 @@ def worse(row: Row, facts: dict[str, Any], allowed: dict[str, dict[str, int]]) -
         if limit not in (known := allowed.get(target, {}))
         or (value > known[limit] if limit == "spills" else value < known[limit])
     ]
+
+
+def missed_bytes(ops: dict[str, Any]) -> dict[str, list[float]]:
+    """Op and shape → bytes ÷ floor, forward and with backward, where either is above its target."""
+    return {
+        f"{case}, {shape}": row["bytes_over_floor"]
+        for case, shapes in ops.items()
+        for shape, row in shapes.items()
+        if row["target"] and any(x > y for x, y in zip(row["bytes_over_floor"], row["target"], strict=True))
+    }
+
+
+def more(now: dict[str, Any], limits: dict[str, Any]) -> list[str]:
+    """What is above a limit that was reached before: figures of ops (lists) or of models (by name)."""
+    return [
+        f"{name}: {now[name]} where {limit} was reached"
+        for name, limit in limits.items()
+        if name in now and _above(now[name], limit)
+    ]
+
+
+def _above(now: Any, limit: Any) -> bool:
+    if isinstance(limit, dict):
+        return any(now[key] > most for key, most in limit.items())
+    return any(x > y for x, y in zip(now, limit, strict=True))
+
+
+def least(now: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
+    """The limits after this run: the least figures that were reached, of what is there."""
+    found: dict[str, Any] = {}
+    for name, row in now.items():
+        old = limits.get(name, row)
+        if isinstance(row, dict):
+            found[name] = {key: min(row[key], old.get(key, row[key])) for key in row}
+        else:
+            found[name] = [min(x, y) for x, y in zip(row, old, strict=True)]
+    return found

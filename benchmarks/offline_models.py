@@ -226,6 +226,7 @@ def row_of(name: str, rates: dict[str, float]) -> dict[str, Any]:
     Two layers more than in a hybrid are one of each of its two kinds, so figures are means of both.
     """
     few = 2 if any(part in HYBRIDS for part in name.split("+")) else 1
+    step(name, few, rates)  # fills caches, such as that of the table of chunks
     (f, b), (f_more, b_more) = step(name, few, rates), step(name, 2 * few, rates)
     single, double = token(name, few, rates), token(name, 2 * few, rates)
 

@@ -50,6 +50,22 @@ def test_missed_limits_are_missed():
     assert DATA["missed_today"] == {name: wrong for name, wrong in now.items() if wrong}
 
 
+def test_ops_and_models_ask_for_no_more_than_before():
+    """Bytes of ops that miss their target; launches, waits, graph breaks and kept bytes of a layer of a model."""
+    limits = script("offline_limits")
+    now = limits.missed_bytes(DATA["ops"])
+    assert set(now) <= set(DATA["ops_today"])
+    assert limits.more(now, DATA["ops_today"]) == []
+    assert set(DATA["models"]) == set(DATA["models_today"])
+    assert limits.more(DATA["models"], DATA["models_today"]) == []
+    row = {"launches": 3}
+    assert limits.more({"a": row, "b": [2, 2]}, {"a": {"launches": 2}, "b": [1, 2]}) == [
+        "a: {'launches': 3} where {'launches': 2} was reached",
+        "b: [2, 2] where [1, 2] was reached",
+    ]
+    assert limits.least({"a": row, "b": [2, 2]}, {"a": {"launches": 2}}) == {"a": {"launches": 2}, "b": [2, 2]}
+
+
 @cases(
     "change, allowed, wrong",
     ({}, {}, []),
