@@ -26,8 +26,7 @@ from halflife.models.states import size as size_of  # noqa: E402
 HIDDEN, LENGTH = 768, 2048
 MARK = "<!-- layers -->"
 SHOWN = (
-    "mamba2", "mamba3", "rwkv7", "gated_deltanet", "gla", "simple", "llama", "echo", "simple+delta", "simple+dplr",
-    "mamba2+post",
+    "mamba2", "mamba3", "rwkv7", "gated_deltanet", "gla", "simple", "llama", "echo", "simple+delta", "mamba2+post",
 )  # fmt: skip
 
 

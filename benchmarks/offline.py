@@ -37,7 +37,7 @@ RESULTS = FOLDER / "results" / "offline.json"
 LAUNCH_MS = 0.003  # the least that a launch takes
 MODELS = [
     "mamba2", "mamba2+post", "mamba2+gate_rank", "mamba2+post+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank",
-    "gla", "rwkv7", "llama",
+    "gla", "rwkv7", "llama", "mamba2+ska",
 ]  # fmt: skip
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -282,7 +282,9 @@ def main() -> None:
         write(data)
     reached = {
         "ops_today": missed_bytes(data["ops"]),
-        "models_today": {name: {key: row[key] for key in COUNTED} for name, row in data["models"].items()},
+        "models_today": {
+            name: {key: row[key] for key in COUNTED if row[key] is not None} for name, row in data["models"].items()
+        },
     }
     for part, now in reached.items():
         old = {} if arguments.accept else data.get(part, {})

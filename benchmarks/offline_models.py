@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 HIDDEN, LAYERS, BATCH, LENGTH = 1024, 4, 16, 2048  # of the step whose time is predicted
-HYBRIDS = ("ska", "attention", "swa", "echo")  # parts of names of presets with two kinds of layers
+HYBRIDS = ("ska", "attention", "swa")  # modifiers that give a preset a second kind of layers
 LAUNCH = 3e-6  # seconds, the least that a kernel takes
 ATEN = torch.ops.aten
 # Operations that start no kernel, beside views.
@@ -53,6 +53,7 @@ class Count:
     bytes: int = 0
     syncs: int = 0
     seconds: float = 0.0
+    tokens: int = BATCH * LENGTH  # the length of what depends on data, such as the sequence of each token
     kernels: list[Launch] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # storage → bytes kept for the backward pass
 
@@ -101,6 +102,9 @@ class _Counting(TorchDispatchMode):
         if function is ATEN.nonzero.default and tensors[0].device.type == "meta":
             self.count.syncs += 1
             return torch.empty(tensors[0].numel(), tensors[0].ndim, dtype=torch.long, device="meta")
+        if function is ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            self.count.syncs += 1
+            kwargs = {**kwargs, "output_size": self.count.tokens}
         out = function(*args, **kwargs)
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         view = function.is_view or function in FREE or "meta" not in {x.device.type for x in results}
@@ -116,6 +120,7 @@ class _Counting(TorchDispatchMode):
 def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
     """Inside this block the ops choose as on a CUDA device without fla-core, and leave autocast (`cast`) as there."""
     from halflife.ops.backends import dispatch
+    from halflife.ops.koopman.call import KoopmanCall
     from halflife.ops.spec import OPS
 
     choose = dispatch.choose
@@ -133,6 +138,7 @@ def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
             if cast is not None and "without_autocast" in vars(module):
                 stack.enter_context(mock.patch.object(module, "without_autocast", without_autocast))
         stack.enter_context(mock.patch.object(dispatch, "choose", on_cuda))
+        stack.enter_context(mock.patch.object(KoopmanCall, "check", return_value=None))  # it refuses this device
         for name in OPS.names():
             kept = {k: v for k, v in OPS[name].backends.items() if k not in ("native", "fla")}
             stack.enter_context(mock.patch.dict(OPS[name].backends, kept, clear=True))
@@ -200,15 +206,20 @@ def token(name: str, layers: int, rates: dict[str, float]) -> Count:
     model, cast = model_of(name, layers).eval(), _Autocast()
     ids = torch.zeros(1, 64, dtype=torch.long, device="meta")
     with on_a_gpu(cast), torch.no_grad(), cast:
-        with offline_kernels.captured([]):
+        with counted(rates) as count:
+            count.tokens = 64
             state = model(ids)[1]
         with counted(rates) as count:
+            count.tokens = 1
             model(ids[:, :1], state)
     return count
 
 
-def graph_breaks(name: str, layers: int) -> int:
-    """How often `torch.compile` breaks the graph of a forward pass, once for each function on the way to a cause."""
+def graph_breaks(name: str, layers: int) -> int | None:
+    """How often `torch.compile` breaks the graph of a forward pass, once for each function on the way to a cause.
+
+    It is None where the graph depends on data.
+    """
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -216,31 +227,37 @@ def graph_breaks(name: str, layers: int) -> int:
     counters.clear()
     model, ids = model_of(name, layers).eval(), torch.zeros(2, 128, dtype=torch.long, device="meta")
     with on_a_gpu(), offline_kernels.captured([]):
-        torch.compile(model, backend=lambda graph, inputs: graph.forward)(ids)
+        try:
+            torch.compile(model, backend=lambda graph, inputs: graph.forward)(ids)
+        except NotImplementedError:
+            return None
     return sum(counters["graph_break"].values())
 
 
 def row_of(name: str, rates: dict[str, float]) -> dict[str, Any]:
     """A row of the table: figures of a layer, from the difference of two models, and the time of a whole step.
 
-    Two layers more than in a hybrid are one of each of its two kinds, so figures are means of both.
+    The layer of a hybrid is the one that its modifier adds.
     """
-    few = 2 if any(part in HYBRIDS for part in name.split("+")) else 1
-    step(name, few, rates)  # fills caches, such as that of the table of chunks
-    (f, b), (f_more, b_more) = step(name, few, rates), step(name, 2 * few, rates)
-    single, double = token(name, few, rates), token(name, 2 * few, rates)
+    hybrid = any(part in HYBRIDS for part in name.split("+"))
+    base = name.split("+")[0] if hybrid else name
+    step(base, 1, rates)  # fills caches, such as that of the table of chunks
+    (f, b), (f_more, b_more) = step(base, 1, rates), step(name, 2, rates)
+    single, double = token(base, 1, rates), token(name, 2, rates)
 
     def layer(less: tuple[Count, ...], more: tuple[Count, ...], key: str) -> Any:
-        found = (sum(getattr(x, key) for x in more) - sum(getattr(x, key) for x in less)) / few
-        return found if isinstance(found, float) and not found.is_integer() else int(found)
+        return sum(getattr(x, key) for x in more) - sum(getattr(x, key) for x in less)
 
     both, both_more = (f, b), (f_more, b_more)
-    seconds = f.seconds + b.seconds + (LAYERS - few) * layer(both, both_more, "seconds")
+    if hybrid:
+        seconds = sum(x.seconds for x in step(name, LAYERS, rates))
+    else:
+        seconds = f.seconds + b.seconds + (LAYERS - 1) * layer(both, both_more, "seconds")
     return {
         "launches": layer(both, both_more, "launches"), "forward_launches": layer((f,), (f_more,), "launches"),
         "bytes": layer(both, both_more, "bytes"), "forward_bytes": layer((f,), (f_more,), "bytes"),
-        "syncs": layer(both, both_more, "syncs"), "graph_breaks": graph_breaks(name, 2 * few),
-        "saved_bytes": int((sum(f_more.saved.values()) - sum(f.saved.values())) / few),
+        "syncs": layer(both, both_more, "syncs"), "graph_breaks": graph_breaks(name, 2),
+        "saved_bytes": sum(f_more.saved.values()) - sum(f.saved.values()),
         "decode_launches": layer((single,), (double,), "launches"),
         "decode_bytes": layer((single,), (double,), "bytes"),
         "decode_syncs": layer((single,), (double,), "syncs"), "predicted_ms": round(1e3 * seconds, 1),
