@@ -139,6 +139,7 @@ print(model(torch.arange(6)[None]).logits.sum().item())
 """
 
 
+@pytest.mark.slow
 def test_a_folder_opens_in_a_program_that_does_not_import_this_package(tmp_path, monkeypatch):
     model = build().float()
     model.config.auto_map = AUTO_MAP
