@@ -9,10 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import cases
+from pairwise import slow_beyond
 
+from halflife import LanguageModel
 from halflife.cli import read_command
 from halflife.lab.experiments import EXPERIMENTS
+from halflife.runs.sweep import Cell
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -70,6 +74,60 @@ def test_numbers_are_those_of_the_files():
     means = sorted(sum(resample) / 5 for resample in product(seeds, repeat=5))
     low, high = means[int(0.025 * len(means))], means[int(0.975 * len(means))]
     assert f"against {sum(seeds) / 5:.1f} [{low:.1f}, {high:.1f}] %" in page
+
+
+# Experiment of a run that would settle a claim → what the paper says of its models: base or model → millions of
+# parameters, and the tolerance; None where it says nothing.
+SAID = {
+    "post-lm": ({"mamba2": 188.9, "rwkv7": 180, "gated_deltanet": 212.3}, 0.05),
+    "decay-lm": ({"": 160}, 0.06),
+    "gate-rank-lm": ({"": 760}, 0.03),
+    "echo-lm": ({"echo_paper": 180, "": None}, 0.03),
+    "echo-mqar": ({"": 50}, 0.06),
+    "echo-transfer": (
+        {"mamba3_echo": 1.110144, "mamba3_echo+attention": 0.998016, "mamba3_echo+ska_paper": 0.981632}, 1e-4
+    ),
+    "post-mqar": ({"": None}, 0),
+    "gate-rank-s5": ({"": None}, 0),
+    "koopman-powers": ({"": None}, 0),  # these two are ours
+    "post-taken-apart-text": ({"": None}, 0),
+}  # fmt: skip
+DEPTHS = {"post-mqar": 2, "gate-rank-s5": 1, "echo-transfer": 4, "echo-mqar": 16, "echo-lm": 24, "decay-lm": 12}
+RUNS = sorted({claim.settle for claim in EVERY if claim.settle.startswith("halflife compare")})
+
+
+@pytest.mark.parametrize(
+    "command", slow_beyond([run for run in RUNS if "decay-lm" not in run and "echo-mqar" not in run], RUNS)
+)
+def test_runs_that_would_settle_a_claim_have_the_papers_models(command):
+    """Every run is built at the sizes that it would have, without weights."""
+    asked = read_command(shlex.split(command)[1:])
+    experiment, (said, tolerance) = EXPERIMENTS[asked.experiment](), SAID[asked.experiment]
+    settings = experiment.settings_at(asked.scale, {})
+    for name in experiment.expanded(asked.models or experiment.models_at(asked.scale)):
+        config = experiment.configure(settings, Cell(name, 1e-3, 0)).model
+        assert config.num_layers == DEPTHS.get(asked.experiment, config.num_layers)
+        base = name.partition(":")[0]
+        millions = said.get(base, said.get(base.partition("+")[0], said.get("")))
+        if millions is not None:
+            with torch.device("meta"):
+                count = LanguageModel(config).num_parameters() / 1e6
+            assert count == pytest.approx(millions, rel=tolerance), name
+        for kind in config.hybrids:
+            if kind["mixer"] == "ska" and asked.scale.startswith("paper"):
+                assert kind["options"]["power"] == 2, name
+
+
+def test_the_grid_of_echo_has_its_gaps():
+    """Claims about "every gap" are settled by all cells: 4 to 32 pairs, and 64 to 4,096 fillers."""
+    (command,) = {run for run in RUNS if "echo-mqar" in run}
+    asked = read_command(shlex.split(command)[1:])
+    experiment = EXPERIMENTS["echo-mqar"]()
+    names = experiment.expanded(asked.models or experiment.models_at(asked.scale))
+    assert len(names) == 3 * 4 * 7
+    config = experiment.configure(experiment.scales["paper"], Cell("mamba2+ska_paper:32x4096", 3e-4, 0))
+    assert (config.stages[0][0]["gap"], config.model.mixer_options["state_size"]) == (4096, 64)
+    assert config.model.mlp == "swiglu"
 
 
 def test_commands_parse():

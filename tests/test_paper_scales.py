@@ -100,6 +100,38 @@ def test_echos_tiers():
         assert str(hybrid["options"]["eta_init"]) in model
         assert (hybrid["options"].get("lift") == "cg_projected") == ("cg" in model)
         assert config.passes_action_mask
+        assert hybrid["options"]["mode"] == "masked"
+
+
+@pytest.mark.parametrize("tier", EXPERIMENTS["echo-tiers"].groups)
+def test_ska_acts_in_every_tier(tier):
+    """Before, no text of two tiers was longer than a chunk, and SKA's output was 0 at every scored position."""
+    experiment = EXPERIMENTS["echo-tiers"]()
+    config = experiment.configure(experiment.scales["paper"], Cell(f"ska-1.5:{tier}", 3e-4, 0))
+    model, read = LanguageModel(config.model), []
+    for block in model.blocks[-2:]:
+        block.beside.register_forward_hook(lambda _, __, out: read.append(out[0]))
+        torch.nn.init.normal_(block.beside.out_proj.weight)
+    batch = config.mixtures[0][0].generate(2, 0)
+    with torch.no_grad():
+        model(batch.inputs, action_mask=batch.action_mask())
+    assert len(read) == 2
+    assert all(y[batch.labels != -100].abs().min() > 0 for y in read)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "changes"),
+    [
+        ("echo-mqar", "mamba2+ska", {"ska_chunk": 64}), ("recall", "mamba2+ska_paper", {"ska_chunk": 32}),
+        ("overview", "mamba2+ska", {"overrides": {"ska.chunk_size": 64}}),
+        ("echo-lm", "mamba2+ska", {"train_length": 64}),
+        ("echo-tiers", "ska-1.5:amnesia-cot_easy", {"overrides": {"ska.mode": "chunk", "ska.chunk_size": 64}}),
+    ],
+)  # fmt: skip
+def test_an_experiment_in_which_a_layer_cannot_act_does_not_start(name, model, changes):
+    experiment = EXPERIMENTS[name]()
+    settings = experiment.settings_at("smoke", changes)
+    assert_raises(ValueError, "would read nothing", experiment.configure, settings, Cell(model, 1e-3, 0))
 
 
 @pytest.mark.slow

@@ -147,7 +147,9 @@ def test_relative_energies():
 
 
 # Identities that do not hold, and bounds that are broken.
-BROKEN = {"printed coherence", "rope vector", "printed recurrence", "future key"}
+BROKEN = {
+    "printed coherence", "rope vector", "printed recurrence", "future key", "equations printed", "equations corrected",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

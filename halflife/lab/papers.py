@@ -100,7 +100,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("num_heads", 3),
         Row("amnesia_layers", 4, "with 4 heads"),
         Row("rank", 24),
-        Row("ska_chunk", 64),
+        Row("chunk_size", 64, "G.2, of the scan"),
         Row("steps", 2500),
         Row("amnesia_steps", 6000),
         Row("batch_size", 16),

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, TypeVar
 
 from halflife.files import CONFIG_JSON, read_json, write_text
 from halflife.lab.experiments.overrides import apply_overrides
+from halflife.layers import LAYERS
 from halflife.models.controls import control, split_control
-from halflife.registry import Registry, check_choice, unknown
+from halflife.registry import Registry, check_choice, constructor_parameters, unknown
 from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
@@ -78,6 +79,29 @@ class TaskSettings(ExperimentSettings):
     action_mask: bool = False
 
 
+def check_layers_act(config: Any) -> None:
+    """Check that Koopman attention can read something in training, where a query reads the chunks before its chunk.
+
+    Raises:
+        ValueError: no text of the training is longer than a chunk, so that the output of the layer is 0 everywhere.
+    """
+    model, default = config.model, constructor_parameters(LAYERS["ska"])["chunk_size"].default
+    kinds = [(model.mixer, model.mixer_options), *((kind["mixer"], kind["options"]) for kind in model.hybrids)]
+    in_chunks = [own for mixer, own in kinds if mixer == "ska" and own.get("mode", "chunk") == "chunk"]
+    if not in_chunks:
+        return
+    size = max(own.get("chunk_size", default) for own in in_chunks)
+    tasks = [task for mixture in getattr(config, "mixtures", ()) for task in mixture]
+    # texts end before T_max
+    texts = [task.generate(256, 0).slices["length"].max().item() for task in tasks if not task.scalable]
+    longest = max([task.length for task in tasks if task.scalable] + texts or config.sequences())
+    if longest <= size:
+        raise ValueError(
+            f"{model.name}: a chunk of Koopman attention has {size} tokens and the longest text of the training "
+            f"{longest:.0f}, so the layer would read nothing; shorten its chunks (ska_chunk or --set ska.chunk_size)"
+        )
+
+
 class Experiment:
     """Training runs and tests at several scales. The docstring of a subclass names the paper or the question.
 
@@ -135,7 +159,7 @@ class Experiment:
 
         Raises:
             ValueError: the base cannot have as much state, or as many parameters, as the target; an override has an
-                unknown name, or a value without meaning.
+                unknown name, or a value without meaning; or a layer cannot act (`check_layers_act`).
         """
         base, kind, target = split_control(cell.model) or (cell.model, "", "")
         config = self.build_cell(settings, dataclasses.replace(cell, model=base))
@@ -143,7 +167,9 @@ class Experiment:
             other = self.build_cell(settings, dataclasses.replace(cell, model=target))
             model = control(config.model, kind, other.model, settings.train_length, cell.model)
             config = dataclasses.replace(config, model=model)
-        return apply_overrides(config, settings.overrides, skip_absent_parts=True)
+        config = apply_overrides(config, settings.overrides, skip_absent_parts=True)
+        check_layers_act(config)
+        return config
 
     def saved_settings(self, folder: Path) -> Any:
         """The settings that a comparison was run with, from its `config.json`."""

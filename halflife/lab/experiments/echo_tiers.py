@@ -36,13 +36,12 @@ class TierSettings(TaskSettings):
     Attributes:
         amnesia_layers: layers and heads of the models for `amnesia`; those of the others are `num_layers`, `num_heads`.
         amnesia_steps: of training on `amnesia`.
-        rank, ska_chunk: r and S of the SKA layers.
+        rank: r of the SKA layers.
     """
 
     amnesia_layers: int
     amnesia_steps: int
     rank: int = 24
-    ska_chunk: int = 64
 
 
 PAPER = TierSettings(
@@ -59,7 +58,8 @@ class EchoTiers(Experiment):
     """Echo's Appendix G: every model is trained and tested on one tier of one task in text.
 
     A model is `variant:task-tier`, such as `cg-ska-1.5:toolcalling-hard`. `toolcalling-hard` names all models of that
-    tier. SKA stands beside the last two layers, on the residual stream, and gets action masks.
+    tier. SKA stands beside the last two layers, on the residual stream. Every query reads the operator of all
+    tokens in the action mask (Appendix F); the chunks of 64 tokens are those of Mamba-3's scan (G.2, G.5).
 
     Departures: bfloat16 in the place of float16. The sizes for `economy` are those of tool calls, because Table 5 does
     not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`.
@@ -100,8 +100,9 @@ class EchoTiers(Experiment):
         options = VARIANTS[name]
         if options is None:
             return config
-        sizes = {"num_heads": heads, "rank": settings.rank, "chunk_size": settings.ska_chunk}
-        hybrid = {"mixer": "ska", "options": {**SKA_PAPER, **sizes, **options}, "layers": [depth - 2, depth - 1]}
+        printed = {name: value for name, value in SKA_PAPER.items() if name != "decode_refresh"}
+        own = {**printed, "mode": "masked", "num_heads": heads, "rank": settings.rank, **options}
+        hybrid = {"mixer": "ska", "options": own, "layers": [depth - 2, depth - 1]}
         return dataclasses.replace(config, hybrid={**hybrid, "attach": "beside"})
 
     def summary(self, folder: Path, rows: Rows) -> str:

@@ -46,6 +46,65 @@ def printed_mask(slow: Tensor, fast: Tensor) -> Tensor:
     return (at_next - product.unsqueeze(-2)).exp().tril()
 
 
+def chunked_by_the_equations(
+    q: Tensor, k: Tensor, v: Tensor, slow: Tensor, fast: Tensor, *, size: int, form: str
+) -> Tensor:
+    """Return the outputs of Eqs. 17 to 19 to the letter, `[N, T, V]`.
+
+    Args:
+        q, k, v: `[N, T, K]` and `[N, T, V]`.
+        slow, fast: log-decays `[N, T]`.
+        size: tokens of a chunk, C.
+        form: "printed", with r_next and λ of Eqs. 14 and 15; "corrected", where r_next(r, l) is the first reset after r
+            and λ the running product of the chunk; or "redefined", where also no token of the last reset segment has a
+            reset after it up to C itself.
+    """
+    states = q.new_zeros(2, q.shape[0], k.shape[-1], v.shape[-1])  # fast, slow
+    outputs = []
+    for q_, k_, v_, a, b in zip(*(x.split(size, 1) for x in (q, k, v, slow, fast)), strict=True):
+        steps, reset, gamma = torch.arange(a.shape[1]), a != 0, a.cumsum(-1)
+        last = len(steps) - 1
+        total = torch.nn.functional.pad(b.cumsum(-1), (1, 0))
+        product = total[..., 1:]  # log λ
+        if form == "printed":
+            product = product - total.gather(-1, torch.where(reset, steps, -1).cummax(-1).values + 1)
+        at = torch.where(reset, steps, len(steps)).flip(-1).cummin(-1).values.flip(-1)  # the first reset in [r, C]
+        first = at[:, :1]
+        following = at if form == "printed" else torch.nn.functional.pad(at[:, 1:], (0, 1), value=len(steps))
+        nearest = torch.minimum(following.unsqueeze(-2), steps.unsqueeze(-1))  # r_next(j, i), [i, j]
+        masked = product.unsqueeze(-2).expand(nearest.shape).gather(-1, nearest) - product.unsqueeze(-2)
+        d_last, d_first = masked[:, -1], product.gather(-1, torch.minimum(first, steps))
+        ongoing = following > last if form == "redefined" else following >= last
+        flag = reset.any(-1)[:, None, None]
+        mask = (masked + gamma.unsqueeze(-1) - gamma.unsqueeze(-2)).exp().tril()
+        near = ((q_ @ k_.mT) * mask) @ v_
+        outputs.append(((gamma + d_first).exp()[..., None] * q_) @ states[0]
+                       + (gamma.exp()[..., None] * q_) @ states[1] + near)  # fmt: skip
+        keys = (gamma[:, -1:] - gamma + d_last).exp()[..., None] * k_
+        entering = (gamma[:, -1] + d_first[:, -1]).exp()[:, None, None] * states[0]
+        own, kept = ongoing[..., None] * keys, ~ongoing[..., None] * keys
+        states = torch.stack([
+            ~flag * entering + own.mT @ v_,
+            gamma[:, -1].exp()[:, None, None] * states[1] + flag * entering + kept.mT @ v_,
+        ])  # fmt: skip
+    return torch.cat(outputs, 1)
+
+
+def _equations(q: Tensor, k: Tensor, v: Tensor, slow: Tensor, fast: Tensor) -> dict[str, float]:
+    """Form → the largest error of Eqs. 17 to 19 over chunks of 4, 8 and 16 tokens, relative to the recurrence."""
+    parts = [x.squeeze(2) for x in (q, k, v)] + [x.squeeze(-1) for x in (slow, fast)]
+    within = torch.where((torch.arange(LENGTH) % 4 == 3), 0, parts[3])  # no reset on the last token of a chunk
+    found: dict[str, float] = {}
+    for name, form, gates in (
+        ("printed", "printed", parts[3]), ("corrected, resets within chunks", "corrected", within),
+        ("corrected", "corrected", parts[3]), ("redefined", "redefined", parts[3]),
+    ):  # fmt: skip
+        whole, _ = gate_rank(q, k, v, gates.unsqueeze(-1), fast, scale=1.0, backend="reference")
+        results = (chunked_by_the_equations(*parts[:3], gates, parts[4], size=size, form=form) for size in (4, 8, 16))
+        found[name] = max(float(error(one.unsqueeze(2), whole)) for one in results)
+    return found
+
+
 def statements(seed: int) -> dict[str, dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     ranks = [greatest_rank(torch.mul(*masks(*draw_gates(count, generator)))) for count in RESETS]
@@ -62,6 +121,12 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
         "mask resets": row("GateRank, §3.2", "resets in a sequence", NUMBER, list(RESETS)),
         "mask rank": row("GateRank, §3.2", "greatest rank of the mask below the diagonal, by resets", NUMBER, ranks),
         "chunked": row("GateRank, Eqs. 17–19", "error of the chunked form", IDENTITY, error(chunked, recurrent)),
+        **{
+            f"equations {form}": row(
+                "GateRank, Eqs. 17–19", f"error of the equations, {form}, against the recurrence", IDENTITY, value
+            )
+            for form, value in _equations(q, k, v, slow, fast).items()
+        },
         "streamed": row("GateRank, Abstract", "error of two halves with a state", IDENTITY,
             error(torch.cat([first, second], 1), recurrent)),
         "parallel": row(

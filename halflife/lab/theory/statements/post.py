@@ -61,6 +61,18 @@ def printed_coherence(anchor: Tensor, gap: Tensor, channels: int) -> tuple[Tenso
     return largest.reshape(anchor.shape), 1 / torch.cosh(torch.log1p(gap / anchor) / 2)
 
 
+def coherence_by_integration(log_rates: Tensor) -> Tensor:
+    """Return ⟨h_i, h_j⟩ / (‖h_i‖ ‖h_j‖) of the responses h_k(s) = e^(−p_k s) (Def. 2.3), `[N, N]`.
+
+    The integral over s is a sum over log s, whose error falls exponentially with the step.
+    """
+    grid = torch.arange(-60, 20, 0.02, dtype=log_rates.dtype)
+    responses = (-(log_rates[:, None] + grid).exp()).exp() * (grid / 2).exp()  # h √s
+    inner = responses @ responses.mT
+    norms = inner.diagonal().sqrt()
+    return inner / norms / norms[:, None]
+
+
 def added_state() -> list[int]:
     """Return the numbers that `+post` adds to the state of each of `PAIRS` after one token, with 2 layers of width 64.
 
@@ -134,6 +146,8 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
             _stretched_chunks(generator)),
         "spacing restored": row("PoST, Prop. 4.16", "spread of the gaps of log-rates at t_ref", IDENTITY,
             error(even, even.mean(-1, keepdim=True).expand_as(even))),
+        "coherence by integration": row("PoST, Def. 2.3", "coherence by integrals of responses − sech(δ/2)", IDENTITY,
+            error(coherence_by_integration(wanted[0]), coherence(wanted[0]))),
         "printed coherence": row("PoST, Prop. 4.5", "largest coherence / printed bound, rates with equal gaps", BOUND,
             quotient(scales, bound)),
         "printed coherence of the slowest pair": row(

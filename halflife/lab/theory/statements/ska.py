@@ -26,6 +26,7 @@ from halflife.lab.theory.statements import ska_filter
 from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
 from halflife.lab.theory.statements.ska_filter import DRAWS, EPSILON, RANK
 from halflife.layers.mlp import ClampedEigenvalues
+from halflife.layers.ska import clebsch_gordan
 from halflife.ops import koopman_attention
 
 TOKENS, WIDTH = 40, 8
@@ -88,7 +89,10 @@ def _operators(operator: Operator, noisy: Operator, keys: Tensor) -> dict[str, d
     moved = (noisy.eigenvalues.unsqueeze(-1) - operator.eigenvalues.unsqueeze(-2)).abs().amin(-1).amax(-1)
     change = noisy.whitened - operator.whitened
     angle = 7 * keys[..., :4]
-    turned = torch.polar(keys[..., 4:].abs(), angle).abs() ** 2
+    pairs, phases = torch.complex(keys[..., :4], keys[..., 4:]), torch.polar(torch.ones_like(angle), angle)
+    invariant, turned = (
+        clebsch_gordan(torch.view_as_real(each).flatten(-2))[..., :4] for each in (pairs, pairs * phases)
+    )
     return {
         "least squares": row("Echo, Prop. A.1", "error of M G⁻¹", IDENTITY, error(least_squares, fitted)),
         "whitened": row("Echo, Props. A.3, I.4", "difference of tr A_wⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
@@ -97,7 +101,7 @@ def _operators(operator: Operator, noisy: Operator, keys: Tensor) -> dict[str, d
             error(power_traces(reversed_order), traces)),
         "positive definite": row("Echo, Lemmas A.4, I.1", "ε / λ_min(G̃)", BOUND,
             quotient(operator.ridge, torch.linalg.eigvalsh(operator.regularised)[..., 0])),
-        "lift": row("Echo, Thm B.2", "change of |k|² under a phase", IDENTITY, error(turned, keys[..., 4:] ** 2)),
+        "lift": row("Echo, Thm B.2", "change of |k|² under a phase", IDENTITY, error(turned, invariant)),
         "perturbation": row("Echo, Thm C.1", "‖Â − A‖ / bound", BOUND,
             quotient(norm(other - unwhitened), perturbation_bound(operator, noisy).paper)),
         "bauer fike": row("Echo, Thm C.3", "movement of an eigenvalue / bound", BOUND,
