@@ -67,6 +67,22 @@ COSTLY = """\
 The cost is the number of operations at 40 % of the peak of an H200 (bfloat16); small models reach less. Zero-shot
 scores and needles of language models take `halflife eval FOLDER --tasks post-lm s-niah` for each of them afterwards.
 Commands without a cost take minutes; that of `theory` reads the models of `post-lm`."""
+SLIPS = """\
+* Echo, §6.2 has r = 56 for the 180M model and §3.4 has 48. The states of SKA have 952 or 742 kB by its formula, and
+  the text has 77.
+* Echo, §4.1 counts system prompts and tool traces, its training tasks, among the tasks that a model was "never
+  trained on".
+* Echo, §5.2 fine-tunes the models of MQAR, and §4.2 trains them. Ours start from scratch.
+* GateRank, Table 2 has averages of 54.41 and 42.82 for Mamba-2 at 2K and 4K. The means of its cells are 53.71 and
+  42.26.
+* GateRank, §5.1 calls a WikiText perplexity of 20.79 → 21.12 an improvement, and has 81.20 for the 81.60 of Table 1
+  (SCIQ of Gated DeltaNet).
+* GateRank, §5.2 says that GateRank "consistently" outperforms on multi-query needles. In Table 2 Mamba-2 is ahead of
+  it at all three lengths.
+* GateRank, §3.2 has log α > 0 for resets. By Eq. 8 it is at most 0.
+* GateRank, Listing 2 gives Λ only with a strictly lower `lower_diag_mask`.
+* Decay, §5.5 says that Simple Decay with p = 0.9 is behind Mamba-2. In Table 3 its loss is 2.512, and that of Mamba-2
+  2.514."""
 COMMANDS = """\
 Where the best rate lay at an end of the grid, more rates were added with `--resume FOLDER --lr RATE`, and
 where seeds overlap more seeds with `--only-seeds 3 4`. The pages of the results have every command."""
@@ -396,6 +412,7 @@ def page() -> str:
             lines.append(_row(str(number), claim.says, claim.where, f"**{reading.verdict}**", evidence))
             if claim.rules:
                 rules.append(_row(str(number), "; ".join(f"`{rule}`" for rule in claim.rules), _names(claim)))
+    lines += ["", "## Where a paper contradicts itself", "", SLIPS]
     lines += ["", "## Runs that would settle the open claims", "", COSTLY, ""]
     lines += ["| | command | one H200 |", "|---|---|---:|"]
     hours = json.loads(COSTS.read_text(encoding="utf-8"))

@@ -130,6 +130,18 @@ def test_the_grid_of_echo_has_its_gaps():
     assert config.model.mlp == "swiglu"
 
 
+def test_contradictions_are_computed():
+    """The means of the cells of GateRank's Table 2, and Echo's formula 2 r² + P r + r, of 12 heads in 2 layers."""
+    cells = {
+        "53.71": (99.4, 99, 41.6, 20.6, 33.5, 28.15), "42.26": (99.2, 80.4, 11.4, 17.6, 24, 20.95)
+    }  # fmt: skip
+    for mean, scores in cells.items():
+        assert f"{sum(scores) / 6:.2f}" == mean
+        assert mean in claims.SLIPS
+    sizes = [4 * 12 * 2 * (2 * r**2 + 64 * r + r) / 1000 for r in (56, 48)]
+    assert "{:.0f} or {:.0f} kB".format(*sizes) in claims.SLIPS
+
+
 def test_commands_parse():
     runs = {claim.settle for claim in EVERY} - {""}
     for command in {*COMMANDS.values(), *runs}:

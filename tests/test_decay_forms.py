@@ -189,6 +189,8 @@ def test_rows_of_the_grid_as_they_were_run():
     assert (decay_design.paper_loss("tpe/gla"), decay_design.paper_loss("tpe/gla:ours")) == (2.986, None)
     assert_raises(ValueError, "unknown variant", decay_design.find_variant, "rope/gla:ours")
     assert_raises(ValueError, "row vector/mamba2", preset, "mamba2+vector")
+    for row in ("share/mamba2", "vector/hgrn2", "share/hgrn2", "scalar/hgrn2"):
+        assert_raises(ValueError, "not built", decay_design.find_variant, f"{row}:released")
     assert_raises(ValueError, "as the paper prints it", decay_design.find_variant, "simple/0.9:released")
     assert_raises(ValueError, "unknown variant", decay_design.find_variant, "simple/0.9:run")
 

@@ -134,6 +134,17 @@ def test_an_experiment_in_which_a_layer_cannot_act_does_not_start(name, model, c
     assert_raises(ValueError, "would read nothing", experiment.configure, settings, Cell(model, 1e-3, 0))
 
 
+def test_sizes_that_figure_3_does_not_have():
+    """The docstring of `echo-tiers` has the parameters of the models, for which Figure 3 says 400k, and their heads."""
+    experiment = EXPERIMENTS["echo-tiers"]()
+    for name, count in (("mamba3", 612_288), ("cg-ska-1.5", 687_760)):
+        config = experiment.configure(experiment.scales["paper"], Cell(f"{name}:amnesia-cot_easy", 3e-4, 0)).model
+        with torch.device("meta"):
+            model = LanguageModel(config)
+        assert (model.num_parameters(), model.blocks[0].mixer.head_dim, config.norm) == (count, 48, "layer")
+        assert f"{count:,}" in experiment.__doc__
+
+
 @pytest.mark.slow
 def test_echos_tiers_start(tmp_path):
     settings = {"steps": 3, "hidden_size": 24, "batch_size": 2, "test_examples": 2, "validation_examples": 2}

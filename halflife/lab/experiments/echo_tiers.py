@@ -62,7 +62,9 @@ class EchoTiers(Experiment):
     tokens in the action mask (Appendix F); the chunks of 64 tokens are those of Mamba-3's scan (G.2, G.5).
 
     Departures: bfloat16 in the place of float16. The sizes for `economy` are those of tool calls, because Table 5 does
-    not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`.
+    not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`. Figure 3 says 400k parameters; the
+    models of `amnesia` have 612,288, and 687,760 with SKA and the lift. The heads of Mamba-3 have 64 and 48 numbers,
+    twice the d/H of Table 5, because its inner width is 2 d.
     """
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
