@@ -156,8 +156,9 @@ class EchoMQAR(MQARExperiment):
     on K pairs and a gap of G fillers alone. `4x64` names all three models of that cell.
 
     Departures: §5.2 speaks of fine-tuning and §4.2 of training, and here models start from scratch. Norms are RMSNorm,
-    as in all experiments of Echo but `echo-tiers`. The paper does not give the layout of a cell. Here the queries follow
-    the gap in every second token. The models have SwiGLU, and 50 million parameters with the 8,192 tokens of the task.
+    as in all experiments of Echo but `echo-tiers`. The paper does not give the layout of a cell. Here the queries
+    follow the gap in every second token. The models have SwiGLU, and 50 million parameters with the 8,192 tokens of the
+    task.
     """
 
     scales: ClassVar = {

@@ -100,7 +100,10 @@ def _equations(q: Tensor, k: Tensor, v: Tensor, slow: Tensor, fast: Tensor) -> d
         ("corrected", "corrected", parts[3]), ("redefined", "redefined", parts[3]),
     ):  # fmt: skip
         whole, _ = gate_rank(q, k, v, gates.unsqueeze(-1), fast, scale=1.0, backend="reference")
-        results = (chunked_by_the_equations(*parts[:3], gates, parts[4], size=size, form=form) for size in (4, 8, 16))
+        results = (
+            chunked_by_the_equations(parts[0], parts[1], parts[2], gates, parts[4], size=size, form=form)
+            for size in (4, 8, 16)
+        )
         found[name] = max(float(error(one.unsqueeze(2), whole)) for one in results)
     return found
 
