@@ -281,7 +281,7 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     ({"models": ["mamba2"], "tasks": ["niah:harder"]}, "hard"),
     ({"models": ["mamba2"], "tasks": ["mqar:hard"]}, "no tiers"),
     ({"models": ["mamba2"], "tasks": ["niah"], "settings": {"vocab_size": 64}}, "setting"),
-    ({"models": ["mamba2:K0"], "experiment": "echo-transfer"}, "no SKA layers"),
+    ({"models": ["mamba2:K0"], "experiment": "echo-transfer"}, r"variant of models with \+ska"),
     ({"models": ["mamba2+ska:K9"], "experiment": "echo-transfer"}, "K4-full"),
     ({"models": ["mamba2"], "tasks": ["tooltrace"], "settings": {"lengths": (4,)}}, "length of at least"),
     ({"models": ["mamba2"], "seeds": 0}, "at least 1"),
