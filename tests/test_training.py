@@ -305,7 +305,9 @@ def test_scales_are_known():
     assert all({"smoke", "small"} <= set(EXPERIMENTS[task].scales) for task in EXPERIMENTS)
 
 
-@pytest.mark.parametrize(("task", "scale"), SCALED)
+@pytest.mark.parametrize(
+    ("task", "scale"), [x if x[1] in ("smoke", "paper") else pytest.param(*x, marks=pytest.mark.slow) for x in SCALED]
+)
 def test_every_scale_configures_every_model(task, scale):
     experiment = EXPERIMENTS[task]()
     settings = experiment.scales[scale]

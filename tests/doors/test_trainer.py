@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 import torch
-from combinations import SIZES, slow_later
+from combinations import SIZES
 from helpers import add_noise, assert_close, assert_raises
+from pairwise import slow_beyond
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import halflife
@@ -13,6 +14,7 @@ from halflife.hf import HalflifeConfig, HalflifeForCausalLM
 from halflife.models import PRESETS
 
 NAMES = [*PRESETS, "mamba2+post", "mamba2+gate_rank", "mamba2+ska", "mamba2+koopman_mlp"]
+FEW = ["mamba2", "mamba3", "gla", "gated_deltanet", "rwkv7", "echo", "mamba2+post"]
 TINY = {**SIZES, "hidden_size": 16, "num_heads": 2}
 TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.0e-13
 
@@ -93,7 +95,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_later(NAMES))
+@pytest.mark.parametrize("name", slow_beyond(FEW, NAMES))
 def test_flattened_rows_give_the_losses_of_separate_rows(name):
     check_flattened(name)
 

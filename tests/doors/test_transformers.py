@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from combinations import SIZES, slow_later
+from combinations import SIZES
 from helpers import add_noise, assert_close, assert_raises
+from pairwise import slow_beyond
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,6 +24,7 @@ from halflife.hf import AUTO_MAP, HalflifeConfig, HalflifeForCausalLM
 from halflife.models import PRESETS
 
 NAMES = [*PRESETS, "mamba2+post", "mamba2+gate_rank", "mamba2+ska", "mamba2+koopman_mlp"]
+FEW = ["mamba2", "mamba3", "gla", "gated_deltanet", "rwkv7", "echo", "mamba2+post"]
 TINY = {**SIZES, "hidden_size": 16, "num_heads": 2}
 TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.0e-13
 
@@ -43,7 +45,7 @@ def padded(*lengths, side="right"):
     return ids, (ids > 0).long()
 
 
-@pytest.mark.parametrize("name", slow_later(NAMES))
+@pytest.mark.parametrize("name", slow_beyond(FEW, NAMES))
 def test_a_model_is_a_base_model_with_a_head(name):
     model = build(name)
     ids, mask = padded(5, 9)
@@ -59,7 +61,7 @@ def test_a_model_is_a_base_model_with_a_head(name):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", slow_later(NAMES))
+@pytest.mark.parametrize("name", slow_beyond(FEW, NAMES))
 def test_hidden_states_stand_on_the_graph_of_the_output(name, side):
     model = build(name)
     ids, mask = padded(5, 9, side=side)
@@ -73,7 +75,7 @@ def test_hidden_states_stand_on_the_graph_of_the_output(name, side):
 
 
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
-@pytest.mark.parametrize("name", slow_later(NAMES))
+@pytest.mark.parametrize("name", slow_beyond(FEW, NAMES))
 def test_classes_of_padded_rows_are_those_of_each_row(name, auto):
     model = build(name, auto, {"num_labels": 3})
     labels = torch.tensor([2, 0])

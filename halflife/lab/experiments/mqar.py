@@ -10,8 +10,9 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, TaskSettings
+from halflife.layers import LAYERS
 from halflife.models import ModelConfig, preset
-from halflife.registry import unknown
+from halflife.registry import constructor_parameters, unknown
 from halflife.report.markdown import Rows, in_distribution, models
 from halflife.report.table import Table
 from halflife.runs.sweep import Cell
@@ -134,10 +135,22 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         equal_state["gate"] = "none"
     if mixer not in ("attention", "fox"):
         equal_state["chunk_size"] = settings.chunk_size
-    return preset(
+    config = preset(
         name, num_heads=settings.num_heads, train_length=settings.train_length, mixer_options=equal_state,
         **({} if koopman else {"mlp": "none"}), **settings.shared_with(ModelConfig),
     )  # fmt: skip
+    return with_short_chunks(config, settings.train_length)
+
+
+def with_short_chunks(config: ModelConfig, train_length: int) -> ModelConfig:
+    """Give Koopman attention chunks of T/8 tokens where its own are as long as a text, in which it reads no token."""
+    if (
+        config.hybrid.get("mixer") != "ska"
+        or train_length > constructor_parameters(LAYERS["ska"])["chunk_size"].default
+    ):
+        return config
+    options = {"chunk_size": max(1, train_length // 8), **config.hybrid["options"]}
+    return dataclasses.replace(config, hybrid={**config.hybrid, "options": options})
 
 
 # Every epoch begins again with 16 pairs.
