@@ -145,7 +145,7 @@ def test_packed_equals_separate(name):
 
 
 @each_model
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", slow_beyond(["left"], ["left", "right"]))
 def test_padding_changes_nothing(name, side):
     assert_pads(trained(name), tokens, side, EXACT)
 
@@ -172,7 +172,7 @@ def test_starts_from_the_meta_device(name):
 
 
 @each_model
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_beyond([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
 def test_files_round_trip(name, dtype, tmp_path):
     """Weights are equal to the bit, and decays are float32 in the file too."""
     model, ids = build(name).to(dtype), tokens(2, LENGTH)
@@ -190,7 +190,7 @@ def test_files_round_trip(name, dtype, tmp_path):
 
 
 @each_model
-@pytest.mark.parametrize("cast", ["bfloat16", "half", "to"])
+@pytest.mark.parametrize("cast", slow_beyond(["bfloat16"], ["bfloat16", "half", "to"]))
 def test_decays_stay_float32(name, cast):
     """Decays get no weight decay. All other parameters are cast, and the model runs and trains."""
     model = build(name)

@@ -7,9 +7,6 @@ import torch
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import completion_create_params
-from openai.types.chat import chat_completion_stream_options_param
-from openai.types.chat import completion_create_params as chat_params
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,6 +16,11 @@ from halflife.models.session import draw, probabilities
 from halflife.serve.app import build
 from halflife.serve.engine import Engine
 from halflife.serve.schema import Chat, Completion, StreamOptions
+
+pytestmark = pytest.mark.slow
+completion_create_params = pytest.importorskip("openai.types.completion_create_params")  # only `make slow` installs it
+chat_params = pytest.importorskip("openai.types.chat.completion_create_params")
+chat_stream_options = pytest.importorskip("openai.types.chat.chat_completion_stream_options_param")
 
 PATHS = {"/v1/completions": Completion, "/v1/chat/completions": Chat}
 TYPES = {
@@ -67,7 +69,7 @@ FIELDS = [(path, name) for path, form in TYPES.items() for name in get_type_hint
 def test_every_field_of_the_clients_requests_is_known():
     for path, form in TYPES.items():
         assert get_type_hints(form).keys() <= PATHS[path].model_fields.keys()
-    options = chat_completion_stream_options_param.ChatCompletionStreamOptionsParam
+    options = chat_stream_options.ChatCompletionStreamOptionsParam
     assert get_type_hints(options).keys() == StreamOptions.model_fields.keys()
 
 
