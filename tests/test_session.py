@@ -78,6 +78,7 @@ def test_bad_files_are_one_line_errors(tmp_path):
     (lambda s: s.feed([1]).sample(1, temperature=-1), "temperature"),
     (lambda s: s.feed([1]).sample(1, top_p=0.0), "top_p"),
     (lambda s: Session(s.model, piece_size=0), "piece_size"),
+    (lambda s: Session(s.model.to("meta")), "in memory"),
 )
 def test_errors(use, message):
     assert_raises(ValueError, message, use, Session(build("mamba2")))

@@ -9,7 +9,7 @@ from torch import Tensor
 # models' caches and outputs, and ids of segments that no embedding reads.
 IGNORED = frozenset({
     "max_length_q", "max_length_k", "cache_position", "return_dict", "output_router_logits", "token_type_ids",
-    "tokenizer", "stop_strings", "is_first_iteration", "return_token_accuracy", "use_token_scaling",
+    "tokenizer", "stop_strings", "is_first_iteration",
 })  # fmt: skip
 
 

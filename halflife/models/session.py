@@ -59,6 +59,8 @@ class Session:
             raise ValueError(f"piece_size must be at least 1; got {piece_size}")
         if state_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"state_dtype must be None, torch.float32 or torch.float64; got {state_dtype}")
+        if model.embedding.weight.is_meta:
+            raise ValueError("the weights are on the meta device, or offloaded: a session needs them in memory")
         self.model, self.encode, self.decode, self.piece_size = model, encode, decode, piece_size
         self.state_dtype = state_dtype
         self.state: ModelState | None = None

@@ -125,7 +125,7 @@ def test_adapters_in_our_own_loops(tied, monkeypatch):
     """The losses of `halflife train` and of its evaluation call an adapted head, chunk by chunk."""
     model = build("mamba2", tie_embeddings=tied)
     adapted = peft.get_peft_model(model, KINDS["lora"](["in_proj"] if tied else ["in_proj", "lm_head"])).eval()
-    network = model.language_model()
+    network = model.to_halflife()
     labels = torch.cat([ids()[:, 1:], ids()[:, :1]], 1)
     exact = F.cross_entropy(logits(adapted).flatten(0, 1), labels.flatten())
     monkeypatch.setattr("halflife.models.loss.LOGITS", 3 * 31)
