@@ -256,7 +256,8 @@ VARIANTS = [
 ]
 
 
-def convert_and_compare(config, weights, recur, tolerance):
+def convert_and_compare(config, weights, recur, tolerance, logits=logits):
+    """Compare a converted model with `logits(config, weights, ids, recur)`, whole and in two pieces."""
     ids = torch.randint(VOCABULARY, (2, LENGTH))
     model = assemble(*SOURCES[config["model_type"]](config, weights))
     got, _ = model(ids)

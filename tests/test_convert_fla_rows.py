@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, assert_raises, assert_same, cases
-from test_convert_fla import HIDDEN, LENGTH, VOCABULARY, delta_loop, gla_loop, rms
+from test_convert_fla import EXACT, HIDDEN, LENGTH, SINGLE, VOCABULARY, convert_and_compare, delta_loop, gla_loop, rms
 from test_parity import fla, on_linux
 
 from halflife import LanguageModel, preset
 from halflife.models.convert import SOURCES, assemble, back_to
-
-# Relative to the largest logit: four times the worst difference over four seeds.
-EXACT, SINGLE = 4 * 3.9e-15, 4 * 2.8e-6
 
 CONFIGS = {
     "delta_net": {
@@ -193,24 +190,15 @@ def logits(config, weights, ids, recur):
     return rms(x, weights["model.norm.weight"], config["norm_eps"]) @ head.T
 
 
-def convert_and_compare(config, weights, recur, tolerance):
-    ids = torch.randint(VOCABULARY, (2, LENGTH))
-    model = assemble(*SOURCES[config["model_type"]](config, weights))
-    got, _ = model(ids)
-    assert_close(got, logits(config, weights, ids, recur), tolerance)
-    _, state = model(ids[:, :9])
-    assert_close(model(ids[:, 9:], state)[0], got[:, 9:], tolerance)
-
-
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
 def test_logits_equal_the_published_equations(model_type, changes):
-    convert_and_compare(*published(model_type, **changes), LOOPS[model_type], EXACT)
+    convert_and_compare(*published(model_type, **changes), LOOPS[model_type], EXACT, logits)
 
 
 @on_linux
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
 def test_logits_equal_flas_recurrences(model_type, changes):
-    convert_and_compare(*published(model_type, torch.float32, **changes), FLAS[model_type], SINGLE)
+    convert_and_compare(*published(model_type, torch.float32, **changes), FLAS[model_type], SINGLE, logits)
 
 
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)

@@ -45,8 +45,13 @@ def threads(count):
 def test_threads_change_no_bit(op, granularity, dtype, heads):
     """One head is cut over chunks and columns of the state, three are cut over heads."""
     arguments = rounded(op_inputs(op, granularity, 1100, heads=heads, key=20, value=40), dtype)
+    check_threads(op, arguments, (1, 2, 2))
+
+
+def check_threads(op, arguments, counts):
+    """Check that an op gives the same bits with each number of threads."""
     results = []
-    for count in (1, 2, 2):
+    for count in counts:
         with threads(count):
             results.append(run_op(op, arguments, backend="native"))
     assert_same(results[1], results[0])
@@ -61,12 +66,7 @@ def test_threads_change_no_bit_of_shared_gradients(op, dtype, groups):
     """Two heads of a group are done in a row; one thread has all of them, or some, or a part of their chunks."""
     arguments = rounded(op_inputs(op, "scalar", 70, batch=16, heads=4), dtype)
     arguments |= {name: arguments[name][:, :, :count] for name, count in zip("qk", groups, strict=True)}
-    results = []
-    for count in (1, 2, 40):
-        with threads(count):
-            results.append(run_op(op, arguments, backend="native"))
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
+    check_threads(op, arguments, (1, 2, 40))
 
 
 @built

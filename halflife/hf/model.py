@@ -179,7 +179,8 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         if attention_mask is None:
             return None
         rows, length = tokens.shape[:2]
-        seen = 0 if past is None else past.seen
+        # The columns that were read are a number on the device, so they are asked for only where they matter.
+        seen = 0 if past is None or attention_mask.shape == (rows, length) else past.seen
         if attention_mask.shape not in ((rows, length), (rows, seen + length)):
             raise ValueError(
                 f"attention_mask must be [B, T] = {(rows, length)} or [B, seen + T] = {(rows, seen + length)}; "

@@ -88,17 +88,22 @@ def everything(model, ids):
     return {"prompt": logits, "step": model(ids[:, :1], state)[0]}
 
 
+def resident(name, length):
+    """A model, ids, and what it computes of them with its weights in memory."""
+    torch.manual_seed(0)
+    model, ids = LanguageModel(config(name)).eval(), torch.randint(31, (2, length))
+    with torch.no_grad():
+        return model, ids, everything(model, ids)
+
+
 every_model = pytest.mark.parametrize("name", [*slow_beyond(FEW, VALID), *OPTIONS, *HYBRIDS])
 
 
 @every_model
 def test_parameters_are_read_only_in_the_forward_pass_of_their_module(name):
-    torch.manual_seed(0)
-    model, ids = LanguageModel(config(name)).eval(), torch.randint(31, (2, 9))
-    with torch.no_grad():
-        expected = everything(model, ids)
-        with only_in_forward(model):
-            assert_same(everything(model, ids), expected)
+    model, ids, expected = resident(name, 9)
+    with torch.no_grad(), only_in_forward(model):
+        assert_same(everything(model, ids), expected)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -117,10 +122,8 @@ def test_so_are_those_of_transformers_models(name, chunked):
 @every_model
 def test_models_offloaded_to_memory_equal_resident_ones(name):
     """accelerate copies every dict of arguments, and takes the weights of each module away after its `forward`."""
-    torch.manual_seed(0)
-    model, ids = LanguageModel(config(name)).eval(), torch.randint(31, (2, 40))
+    model, ids, expected = resident(name, 40)
     with torch.no_grad():
-        expected = everything(model, ids)
         cpu_offload(model, torch.device("cpu"), offload_buffers=True)
         assert {x.device.type for x in model.parameters()} == {"meta"}
         assert_same(everything(model, ids), expected)

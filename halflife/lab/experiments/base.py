@@ -79,18 +79,21 @@ class TaskSettings(ExperimentSettings):
     action_mask: bool = False
 
 
+SKA_CHUNK: int = constructor_parameters(LAYERS["ska"])["chunk_size"].default
+
+
 def check_layers_act(config: Any) -> None:
     """Check that Koopman attention can read something in training, where a query reads the chunks before its chunk.
 
     Raises:
         ValueError: no text of the training is longer than a chunk, so that the output of the layer is 0 everywhere.
     """
-    model, default = config.model, constructor_parameters(LAYERS["ska"])["chunk_size"].default
+    model = config.model
     kinds = [(model.mixer, model.mixer_options), *((kind["mixer"], kind["options"]) for kind in model.hybrids)]
     in_chunks = [own for mixer, own in kinds if mixer == "ska" and own.get("mode", "chunk") == "chunk"]
     if not in_chunks:
         return
-    size = max(own.get("chunk_size", default) for own in in_chunks)
+    size = max(own.get("chunk_size", SKA_CHUNK) for own in in_chunks)
     tasks = [task for mixture in getattr(config, "mixtures", ()) for task in mixture]
     # texts end before T_max
     texts = [task.generate(256, 0).slices["length"].max().item() for task in tasks if not task.scalable]

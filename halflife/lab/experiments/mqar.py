@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, TaskSettings
-from halflife.layers import LAYERS
+from halflife.lab.experiments.base import EXPERIMENTS, SKA_CHUNK, Experiment, ExperimentSettings, TaskSettings
 from halflife.models import ModelConfig, preset
-from halflife.registry import constructor_parameters, unknown
+from halflife.registry import unknown
 from halflife.report.markdown import Rows, in_distribution, models
 from halflife.report.table import Table
 from halflife.runs.sweep import Cell
@@ -144,10 +143,7 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
 
 def with_short_chunks(config: ModelConfig, train_length: int) -> ModelConfig:
     """Give Koopman attention chunks of T/8 tokens where its own are as long as a text, in which it reads no token."""
-    if (
-        config.hybrid.get("mixer") != "ska"
-        or train_length > constructor_parameters(LAYERS["ska"])["chunk_size"].default
-    ):
+    if config.hybrid.get("mixer") != "ska" or train_length > SKA_CHUNK:
         return config
     options = {"chunk_size": max(1, train_length // 8), **config.hybrid["options"]}
     return dataclasses.replace(config, hybrid={**config.hybrid, "options": options})
