@@ -54,6 +54,11 @@ def hgrn2(decay, f):
     return bound + (1 - bound) * f.sigmoid()
 
 
+def released_hgrn2(decay, f):
+    """A layer alone has its initial bound."""
+    return LAYER / LAYERS + (1 - LAYER / LAYERS) * f.sigmoid()
+
+
 def tnl(decay, f):
     head = torch.arange(1, HEADS + 1, dtype=torch.float64)
     return torch.exp(-8 * head / HEADS * (1 - LAYER / LAYERS)).expand(f.shape)
@@ -72,12 +77,14 @@ def released_tnl(decay, f):
 LAWS = {
     "mamba2": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid() ** decay.A_log.double().exp(),
     "mamba2_headwise": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid() ** decay.A_log.double().exp(),
+    "mamba2_released": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid() ** decay.A_log.double().exp(),
     "mamba2_no_a": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid(),
     "mamba2_no_dt": lambda decay, f: (-f).sigmoid() ** decay.A_log.double().exp(),
     "mamba2_no_a_dt": lambda decay, f: (-f).sigmoid(),
     "gla": lambda decay, f: f.sigmoid() ** (1 / 16),  # differs from sigmoid(f / 16)
     "gla_released": lambda decay, f: (f / 16).sigmoid(),
     "hgrn2": hgrn2,
+    "hgrn2_released": released_hgrn2,
     "lightnet": lightnet,
     "lightnet_released": released_lightnet,
     "tnl": tnl,
@@ -128,12 +135,12 @@ def test_gla_temperature():
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
 def test_hgrn2_bound_grows_with_depth(granularity):
     layers = [build("hgrn2", granularity, layer_idx=layer) for layer in range(LAYERS)]
-    bounds = torch.stack([layer.lower_bound() for layer in layers]).detach()
+    bounds = torch.stack([layer.lower_bound() for layer in layers[1:]]).detach()
     assert_close(
-        bounds[:, 0].flatten(), (torch.arange(LAYERS) / LAYERS).repeat_interleave(bounds[0, 0].numel()), TOLERANCE
+        bounds[:, 0].flatten(), (torch.arange(1, LAYERS) / LAYERS).repeat_interleave(bounds[0, 0].numel()), TOLERANCE
     )
-    assert bounds[0].count_nonzero() == 0
-    for layer, bound in zip(layers, bounds, strict=True):
+    assert layers[0].lower_bound() is None
+    for layer, bound in zip(layers[1:], bounds, strict=True):
         lowest = layer(torch.full((1, 1, *layer.shape), -50.0)).exp()
         assert (lowest >= bound * (1 - 1e-6)).all()
 

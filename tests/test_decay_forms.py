@@ -6,10 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_streams, outer, token_loop
+from helpers import add_noise, assert_close, assert_raises, assert_streams, outer, token_loop
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.lab.experiments import decay_design
+from halflife.models.timescales import timescales
 from halflife.position import half_lrpe
 
 WIDTH, HEADS, LENGTH, CHANNELS = 16, 2, 9, 8
@@ -156,6 +157,58 @@ def test_released_lightnet_streams_and_packs():
         assert_close(last["decay"][row], final["decay"][0], EXACT)
 
 
+def test_released_mamba2_with_shared_keys():
+    """λ_t = exp(−e^A k_t) and k_t = softplus(f_t + Δ), which may exceed 1."""
+    layer, x = layer_of(decay="mamba2_released", share_keys=True)
+    q, v = map(per_head, layer.qkv_proj(x).chunk(2, -1))
+    k = F.softplus(per_head(layer.decay_proj.up(x)) + layer.decay.dt_bias)
+    decays = (-layer.decay.A_log.exp() * k).exp()
+
+    def step(state, b, t):
+        return decays[b, t].unsqueeze(-1) * state + outer(k[b, t], v[b, t])
+
+    assert_close(layer(x)[0], read(layer, x, F.silu(q), v, step), EXACT)
+
+
+@pytest.mark.parametrize("row", ["share", "vector", "scalar"])
+def test_released_hgrn2_has_one_table(row):
+    """γ of layer l is cumsum(softmax(table))_l − softmax(table)_0, for logits `[L, channels]` of the whole model."""
+    config = decay_design.row_or_preset(f"{row}/hgrn2:released", **{**SIZES, "num_layers": 4})
+    model = add_noise(LanguageModel(config)).double()
+    tables = {key: x for key, x in model.named_parameters() if "bound_logits" in key}
+    assert [*tables] == ["blocks.0.mixer.decay.bound_logits"]
+    (table,) = tables.values()
+    assert table.shape == (4, HEADS) if row == "scalar" else (4, HEADS, CHANNELS)
+    shares = table.softmax(0)
+    bounds, found = shares.cumsum(0) - shares[0], []
+    hooks = [
+        block.mixer.decay.register_forward_hook(lambda _, given, out: found.append((given[0], out.g)))
+        for block in model.blocks
+    ]
+    logits, _ = model(torch.randint(31, (2, LENGTH)))
+    for hook in hooks:
+        hook.remove()
+    for bound, (f, g) in zip(bounds, found, strict=True):
+        assert_close(g.exp(), bound + (1 - bound) * f.sigmoid(), EXACT)
+    logits.square().sum().backward()
+    assert (table.grad.abs().amax(list(range(1, table.ndim))) > 0).all()
+    scales = timescales(model, [1])
+    for i in range(4):
+        at_zero = bounds[i] + (1 - bounds[i]) / 2
+        assert_close(torch.tensor(scales[i].timescales["1"]).double(), -1 / at_zero.log().flatten(), 1e-6)
+
+
+def test_sizes_of_the_bounds_at_1_45b():
+    """24 layers of 2,048 channels: one table as released, and one for each layer but the first as printed."""
+    sizes = {"hidden_size": 2048, "num_layers": 24, "num_heads": 32, "vocab_size": 31, "train_length": 16}
+    counts = []
+    for form in ("", ":released"):
+        with torch.device("meta"):
+            model = LanguageModel(decay_design.row_or_preset(f"vector/hgrn2{form}", **sizes))
+        counts.append(sum(x.numel() for key, x in model.named_parameters() if "bound_logits" in key))
+    assert counts == [1_130_496, 49_152]
+
+
 def test_tnl_contradicts_its_text():
     """Table 1's λ has a median of 0.01 in layer 0, and the released one of 0.96."""
     median = {
@@ -189,9 +242,8 @@ def test_rows_of_the_grid_as_they_were_run():
     assert (decay_design.paper_loss("tpe/gla"), decay_design.paper_loss("tpe/gla:ours")) == (2.986, None)
     assert_raises(ValueError, "unknown variant", decay_design.find_variant, "rope/gla:ours")
     assert_raises(ValueError, "row vector/mamba2", preset, "mamba2+vector")
-    for row in ("share/mamba2", "vector/hgrn2", "share/hgrn2", "scalar/hgrn2"):
-        assert_raises(ValueError, "not built", decay_design.find_variant, f"{row}:released")
-    assert_raises(ValueError, "as the paper prints it", decay_design.find_variant, "simple/0.9:released")
+    for row in ("simple/0.9", "vector/mamba2"):
+        assert_raises(ValueError, "as the paper prints it", decay_design.find_variant, f"{row}:released")
     assert_raises(ValueError, "unknown variant", decay_design.find_variant, "simple/0.9:run")
 
 

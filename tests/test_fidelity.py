@@ -28,7 +28,7 @@ SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "
 
 def named():
     """The words in code that stand for a name of a registry, or that look like one with a suffix."""
-    words = set(re.findall(r"`(\w+)`", TEXT)) - {*SUFFIXES, *INITIALIZATIONS}
+    words = set(re.findall(r"`(\w+)`", TEXT)) - {*SUFFIXES, *set(INITIALIZATIONS) - NAMES}
     return {word for word in words if word in NAMES or word.endswith(SUFFIXES)}
 
 

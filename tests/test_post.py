@@ -146,6 +146,7 @@ def test_spectral_coherence_is_bounded_by_the_smallest_gap(name, granularity):
 
 LAWS = {  # −g without the taper, from log-rates p and activations f
     "mamba2": lambda decay, p, f: p.exp() * F.softplus(f + math.log(math.expm1(0.05))),
+    "mamba2_released": lambda decay, p, f: p.exp() * F.softplus(f + math.log(math.expm1(0.05))),
     "mamba2_no_dt": lambda decay, p, f: p.exp() * F.softplus(f),
     "mamba2_no_a": lambda decay, p, f: F.softplus(f + p.exp().expm1().log()),
     "simple": lambda decay, p, f: F.softplus(p.exp().expm1().log() - f),
@@ -194,7 +195,8 @@ def test_parameters_are_the_spectrum_alone(name, granularity):
     """The base rates of the decay are gone, and every remaining parameter gets a gradient."""
     decay = post(name, granularity)
     own = {n for n in decay.state_dict() if n.startswith("decay.")}
-    left = {"mamba2": {"decay.dt_bias"}, "mamba2_headwise": {"decay.dt_bias"}, "rwkv7": {"decay.zigzag"}}
+    stepped = {key: {"decay.dt_bias"} for key in ("mamba2", "mamba2_headwise", "mamba2_released")}
+    left = {**stepped, "rwkv7": {"decay.zigzag"}}
     assert own == left.get(name, set())
     decay(torch.randn(2, 9, *decay.shape)).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() and x.grad.any() for x in decay.parameters())

@@ -75,8 +75,8 @@ CONFIGURATIONS = configurations()
 # The float32 part of a layer's state, if it is not `memory`. A KV cache has the dtype of the model.
 HELD = {"attention": (), "fox": ("forget",), "ska": ("gram", "transition", "values", "norm", "last")}
 DECAYS_DRAWN = {"A_log", "dt_bias"}  # drawn after maps whose draws depend on their dtype
-# Decays that differ from another one in numbers alone.
-NUMBERS = ("gla_released", "tnl_released", "tnl_l_released", "retnet_paper")
+# Decays that differ from another one in numbers alone, or in what test_decay_forms.py tests.
+NUMBERS = ("gla_released", "mamba2_released", "hgrn2_released", "tnl_released", "tnl_l_released", "retnet_paper")
 FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in (*NUMBERS, *LATER)]
 each_model = pytest.mark.parametrize("name", slow_beyond(FAST, CONFIGURATIONS))
 # Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).

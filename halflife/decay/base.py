@@ -47,6 +47,7 @@ class Decay(Float32Module):
     * `stateful`: whether `g` depends on earlier tokens, so that streaming carries a state (see `scan`).
     * `granularities`: the granularities for which it is defined.
     * `has_step_size`: whether it has a `step_size`.
+    * `reads_shared`: whether `forward` takes `shared`, tensors that the layers of one forward pass share.
 
     A layer reads everything from one call, `decay(f, …)`, because only inside its `forward` are a module's parameters
     sure to be there (offloaded or sharded models).
@@ -70,6 +71,7 @@ class Decay(Float32Module):
     stateful = False
     granularities: tuple[str, ...] = GRANULARITIES
     has_step_size = False
+    reads_shared = False
 
     def __init__(
         self, num_heads: int, head_dim: int, granularity: str = "scalar", layer_idx: int = 0, num_layers: int = 1
@@ -125,9 +127,11 @@ class Decay(Float32Module):
         """Return `(g, state)` for streaming, with g of `forward`. Only a `stateful` decay has a state."""
         return self(f, position=position), None
 
-    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | Packing | None) -> Tensor:
-        """The key under parameter sharing, `1 − λ`, in g's shape. `f`, `state` and `cu_seqlens` are those of `scan`."""
-        return -torch.expm1(g)
+    def shared_key(
+        self, f: Tensor, parts: DecayParts, state: Tensor | None, cu_seqlens: Tensor | Packing | None
+    ) -> Tensor:
+        """The key under parameter sharing, `1 − λ`, in f's shape. `parts` are those of f; the rest is as in `scan`."""
+        return -torch.expm1(parts.g)
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size by which a layer also scales its values. Only Mamba-2's decays have one."""

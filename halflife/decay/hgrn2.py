@@ -1,12 +1,14 @@
-"""The decay of HGRN2."""
+"""The decays of HGRN2: lower bounds from logits of each layer, and from one table for all layers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS, Decay
+from halflife.decay.base import DECAYS, Decay, DecayParts
 
 
 @DECAYS.add("hgrn2")
@@ -22,22 +24,62 @@ class HGRN2Decay(Decay):
 
     def __init__(self, **sizes) -> None:
         super().__init__(**sizes)
-        self.bound_logits = nn.Parameter(torch.empty(self.num_layers, *self.shape)) if self.layer_idx else None
+        self.bound_logits = nn.Parameter(torch.empty(self.num_layers, *self.shape)) if self.has_logits() else None
         self.reset_parameters()
+
+    def has_logits(self) -> bool:
+        """Whether this layer has logits."""
+        return self.layer_idx > 0
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.bound_logits is not None:
             self.bound_logits.zero_()
 
-    def lower_bound(self) -> Tensor:
-        """γ of this layer, `[H]` or `[H, K]`, in [0, 1)."""
+    def lower_bound(self) -> Tensor | None:
+        """γ of this layer, `[H]` or `[H, K]`, in (0, 1); None for 0."""
         if self.bound_logits is None:
-            return torch.zeros(self.shape)
+            return None
         return self.bound_logits.softmax(0)[: self.layer_idx].sum(0)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        if self.bound_logits is None:
-            return F.logsigmoid(f)
-        # (γ + e^f) / (1 + e^f)
-        return torch.logaddexp(f, self.lower_bound().log()) - F.softplus(f)
+        return bounded(f, self.lower_bound())
+
+
+@DECAYS.add("hgrn2_released")
+class ReleasedHGRN2Decay(HGRN2Decay):
+    """λ = γ + (1 − γ) σ(f), with one table of logits for all layers.
+
+    HGRN2 as the authors of the Decay paper ran it. The first layer has the table, L logits for each channel, and passes
+    the bounds of all layers to later ones through `shared`. γ of layer l is the sum of the shares of the layers 1 to l,
+    counted from 0. Without `shared`, a later layer has its initial bound, l/L. Range and initialisation as `hgrn2`.
+    Source: released code of the Decay paper (xmixers).
+    """
+
+    reads_shared = True
+
+    def has_logits(self) -> bool:
+        return self.layer_idx == 0 and self.num_layers > 1
+
+    def forward(
+        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
+        parts: bool = False, shared: Any = None,
+    ) -> Tensor | DecayParts:  # fmt: skip
+        g = bounded(self._wide(f), self.lower_bound(shared))
+        return DecayParts(g, None, None) if parts else g
+
+    def lower_bound(self, shared: Any = None) -> Tensor | None:
+        if self.layer_idx == 0:
+            if self.bound_logits is not None and shared is not None:
+                shares = self.bound_logits.softmax(0)
+                shared["lower_bounds"] = shares.cumsum(0) - shares[0]
+            return None
+        bounds = None if shared is None else shared.get("lower_bounds")
+        return torch.full(self.shape, self.layer_idx / self.num_layers) if bounds is None else bounds[self.layer_idx]
+
+
+def bounded(f: Tensor, bound: Tensor | None) -> Tensor:
+    """log(γ + (1 − γ) σ(f)) for a lower bound γ, where None is 0."""
+    if bound is None:
+        return F.logsigmoid(f)
+    return torch.logaddexp(f, bound.to(f.device).log()) - F.softplus(f)  # (γ + e^f) / (1 + e^f)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.decay.base import DECAYS, Decay
+from halflife.decay.base import DECAYS, Decay, DecayParts
 from halflife.packing import Packing
 from halflife.registry import check_choice
 
@@ -81,8 +81,10 @@ class ReleasedLightNetDecay(LightNetDecay):
         g, last = super().scan(f, state=None if state is None else state[:, 0], cu_seqlens=cu_seqlens)
         return g, torch.stack([last, self._weights(g, state, cu_seqlens)[1]], 1)
 
-    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | Packing | None) -> Tensor:
-        return self._weights(g, state, cu_seqlens)[0] * g.exp()
+    def shared_key(
+        self, f: Tensor, parts: DecayParts, state: Tensor | None, cu_seqlens: Tensor | Packing | None
+    ) -> Tensor:
+        return self._weights(parts.g, state, cu_seqlens)[0] * parts.g.exp()
 
     def _weights(self, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | Packing | None) -> tuple[Tensor, Tensor]:
         """`exp(f_{t−1} − lse f_{<t})` at each token, which is 1 − λ_{t−1}, and the last one of each sequence."""

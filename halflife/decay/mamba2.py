@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS, Decay
+from halflife.decay.base import DECAYS, Decay, DecayParts
 from halflife.decay.minimax import geometric_rates
 from halflife.decay.spectral import SpectralDecay, check_rate_start
+from halflife.packing import Packing
 from halflife.precision import inverse_softplus
 from halflife.registry import check_choice
 
@@ -107,6 +108,23 @@ class Mamba2Decay(SpectralDecay):
             raise ValueError("PoST sets the initial rates, so rate_start has no meaning under it; leave it out")
         self.A_log, self.under_post = None, True
         self.reset_parameters()
+
+
+@DECAYS.add("mamba2_released")
+class ReleasedMamba2Decay(Mamba2Decay):
+    """λ = σ(−f − Δ)^{exp A}, with the step size softplus(f + Δ) as shared key, where `mamba2` has 1 − λ.
+
+    Mamba-2 with shared keys as the authors of the Decay paper ran it. The key is not bounded.
+    Source: released code of the Decay paper (xmixers).
+    """
+
+    granularities = ("vector",)
+
+    def shared_key(
+        self, f: Tensor, parts: DecayParts, state: Tensor | None, cu_seqlens: Tensor | Packing | None
+    ) -> Tensor:
+        assert parts.step is not None
+        return parts.step
 
 
 @DECAYS.add("mamba2_no_a")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halflife.decay.base import ROUNDED, Decay, DecayParts
 from halflife.decay.minimax import FASTEST_RATE, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
+from halflife.packing import Packing
 from halflife.precision import inverse_softplus, inverse_softplus_of
 
 
@@ -170,6 +171,11 @@ class PoST(Decay):
     def step_size(self, f: Tensor) -> Tensor:
         """The step size of the wrapped decay, by which Mamba-2 scales its values. PoST does not change it."""
         return self.decay.step_size(f)
+
+    def shared_key(
+        self, f: Tensor, parts: DecayParts, state: Tensor | None, cu_seqlens: Tensor | Packing | None
+    ) -> Tensor:
+        return self.decay.shared_key(f, parts, state, cu_seqlens)
 
     def timescales(self, position: float = 1) -> Tensor:
         rest, base = self._rest(), self.base()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halflife.decay import Decay
-from halflife.layers.mixer import Mixer, State
+from halflife.decay import Decay, DecayParts
+from halflife.layers.mixer import Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place
 from halflife.layers.parts import DecayProjection
 from halflife.packing import Packing
@@ -34,10 +34,13 @@ class DecayGate(Mixer):
             return x.new_zeros(()).expand(*x.shape[:2], *self.decay.shape)
         return self.decay_proj(x)
 
-    def log_decays(self, f: Tensor, position: Tensor, state: State, packing: Packing) -> tuple[Tensor, State]:
-        """The log-decays g in the shape of f, and the new state of the decay, `decay`, or an empty dict."""
+    def log_decays(
+        self, f: Tensor, position: Tensor, state: State, packing: Packing, shared: Shared | None = None
+    ) -> tuple[DecayParts, State]:
+        """The log-decays in the shape of f with their parts, and the new state of the decay, or an empty dict."""
         assert self.decay is not None
         if not self.decay.stateful:
-            return self.decay(f, position=position), {}
+            more = {"shared": shared} if self.decay.reads_shared else {}
+            return self.decay(f, position=position, parts=True, **more), {}
         g, new = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
-        return g, {} if new is None else {"decay": new}
+        return DecayParts(g, None, None), {} if new is None else {"decay": new}

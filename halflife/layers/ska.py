@@ -250,7 +250,7 @@ class SKA(DecayGate):
         weights, decayed = {}, {}
         if self.decay is not None:
             position = packing.positions(state.get("position"), x.device)
-            weights["g"], decayed = self.log_decays(self.decay_input(x), position, state, packing)
+            (weights["g"], *_), decayed = self.log_decays(self.decay_input(x), position, state, packing)
         if self.beta_proj is not None:
             beta = self.beta_proj(x)
             weights["beta"] = beta.to(ROOMY[beta.dtype]).sigmoid()

@@ -55,16 +55,17 @@ def timescales(model: HasBlocks, positions: Iterable[int]) -> list[LayerTimescal
     Returns:
         One entry for each layer with a decay.
     """
-    positions = list(positions)
+    positions, shared = list(positions), {}
     return [
-        LayerTimescales(layer, {str(t): _at_zero_input(model.blocks[layer].mixer, decay, t) for t in positions})
+        LayerTimescales(layer, {str(t): _at_zero_input(model.blocks[layer].mixer, decay, t, shared) for t in positions})
         for layer, decay in layer_decays(model)
     ]
 
 
-def _at_zero_input(mixer: Any, decay: Any, position: int) -> list[float]:
-    projection = getattr(mixer, "decay_proj", None)
-    if projection is None or projection.up.bias is None or decay.stateful:
+def _at_zero_input(mixer: Any, decay: Any, position: int, shared: dict[str, torch.Tensor]) -> list[float]:
+    bias = getattr(getattr(getattr(mixer, "decay_proj", None), "up", None), "bias", None)
+    more = {"shared": shared} if getattr(decay, "reads_shared", False) else {}
+    if (bias is None and not more) or decay.stateful:
         return decay.timescales(position).flatten().tolist()
-    bias = projection.up.bias.view(1, 1, *decay.shape)
-    return (-1 / decay(bias, position=bias.new_tensor([position], dtype=torch.float32))).flatten().tolist()
+    f = (torch.zeros(decay.shape) if bias is None else bias).view(1, 1, *decay.shape)
+    return (-1 / decay(f, position=f.new_tensor([position], dtype=torch.float32), **more)).flatten().tolist()

@@ -35,7 +35,7 @@ class Keys:
         value_dim: V; None means D / H.
         num_key_heads: G, heads of queries and keys, each of which serves H / G heads; None means H. It is an option of
             the linear and the delta update.
-        share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
+        share_keys: write `k = 1 − λ`, or the decay's own shared key, instead of projected keys (vector decay only).
         position: "none", "rope", "lrpe", which doubles the rows of the state, or "half_lrpe", LRPE on half of the
             channels, which the Decay paper's authors ran as RoPE. The two channels that RoPE rotates share one decay.
         conv_size: taps of a short convolution on q, k, v; 0 for none.
@@ -207,13 +207,12 @@ class LinearMixer(DecayGate, HasMemory):
         g, key, gain, new = None, None, None, {}
         if self.decay is not None:
             f = self.decay_input(x)
-            if self.update.stretch_gain:
-                g, _, log_stretch = self.decay(f, position=position, parts=True)
-                gain = log_stretch.exp()
-            else:
-                g, new = self.log_decays(f, position, state, packing)
+            parts, new = self.log_decays(f, position, state, packing, shared)
+            g = parts.g
+            if self.update.stretch_gain and parts.log_stretch is not None:
+                gain = parts.log_stretch.exp()
             if self.share_keys:
-                key = self.decay.shared_key(f, g, state.get("decay"), packing)
+                key = self.decay.shared_key(f, parts, state.get("decay"), packing)
             if self.paired:
                 g = torch.cat([g[..., : self.paired], g], -1)
         qkv = self.qkv_proj(x)
@@ -231,7 +230,7 @@ class LinearMixer(DecayGate, HasMemory):
 
         Args:
             qkv: the projection, after the short convolution.
-            shared_key: `1 − λ`, or None for projected keys.
+            shared_key: of the decay, or None for projected keys.
         """
         q, *projected, v = qkv.split(self.splits, -1)
         q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)
