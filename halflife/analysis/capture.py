@@ -145,7 +145,7 @@ def _koopman_hooks(mixer: SKALayer, take: Callable[[KoopmanReading], object]) ->
 
     def after_readout(module: nn.Module, inputs: Any, options: dict[str, Any], result: KoopmanResult) -> None:
         weights = {name: options[name] for name in ("g", "beta") if name in options}
-        during.update(values=inputs[2], weights=weights, retries=result.retries)
+        during.update(values=inputs[2], weights=weights, retries=int(result.retries))
 
     def after(module: nn.Module, inputs: Any, output: tuple[Tensor, dict[str, Tensor]]) -> None:
         take(KoopmanReading(output[1], during.pop("values"), during.pop("weights"), during.pop("retries")))

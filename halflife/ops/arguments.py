@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 # The types of tensors that kernels can read, or that a compiler traces them with. Other subclasses, as those of
 # quantised and sharded weights, have no memory of that layout.
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor}
+HOSTS = {"cpu"}  # types of devices whose values are at hand
 _SEEN: set[tuple[Any, ...]] = set()  # the calls on accelerators whose log-decays have been checked once
 
 
@@ -56,6 +57,11 @@ def check_decay(name: str, g: Tensor | None, key: tuple[Any, ...]) -> None:
     largest = g.max().item()
     if largest > 0:
         raise ValueError(f"{name} is a log-decay, so it must not be positive; the largest is {largest:.3g}")
+
+
+def may_branch(device: torch.device) -> bool:
+    """Whether the host may read values on `device`. An accelerator would make it wait, and a graph has no values."""
+    return device.type in HOSTS and not torch.compiler.is_exporting()
 
 
 def is_transformed() -> bool:

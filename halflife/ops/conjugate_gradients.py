@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import is_traced
+from halflife.ops.arguments import is_traced, may_branch
 
 Product = Callable[[Tensor], Tensor]  # applies the matrices to vectors `[…, K]`
 TINY = 1e-30  # keeps 0 / 0 away where a right-hand side or a residual is 0
@@ -23,8 +23,8 @@ def conjugate_gradients(product: Product, diagonal: Tensor, b: Tensor, *, iterat
     """Solve `A x = b` for symmetric positive matrices, one for each vector `[…, K]`; `product` applies all of them.
 
     The iteration starts at `b / diagonal`, the solution if A had no other entries than its diagonal. A vector whose
-    residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all, but not in
-    graphs, which cannot branch on values.
+    residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all, but not on
+    accelerators and in graphs (`may_branch`).
     """
     x = b / diagonal
     residual = b - product(x)
@@ -32,7 +32,7 @@ def conjugate_gradients(product: Product, diagonal: Tensor, b: Tensor, *, iterat
     enough = (tolerance**2 * b.square().sum(-1, keepdim=True)).clamp(min=TINY)
     for _ in range(iterations):
         open_ = square > enough
-        if not is_traced(b) and not open_.any():
+        if may_branch(b.device) and not is_traced(b) and not open_.any():
             break
         applied = product(direction)
         step = torch.where(open_, square / (direction * applied).sum(-1, keepdim=True).clamp(min=TINY), 0)

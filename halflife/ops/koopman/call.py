@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_chunk_size, check_decay, check_number, is_transformed
+from halflife.ops.arguments import check_chunk_size, check_decay, check_number, is_transformed, may_branch
 from halflife.ops.koopman.decays import strength_root
 from halflife.ops.koopman.state import KoopmanState
 from halflife.ops.spec import Shape, define
@@ -53,9 +52,9 @@ class KoopmanCall:
         """Tokens that share one operator: `chunk_size`, or 1 under `refresh="token"`."""
         return 1 if self.refresh == "token" else self.chunk_size
 
-    @cached_property
+    @property
     def packing(self) -> Packing:
-        """Where the sequences of the keys lie."""
+        """Where the sequences of the keys lie. `with_weights` keeps it, so that boundaries are read once."""
         return Packing.of(self.cu_seqlens, *self.k.shape[:2])
 
     @property
@@ -87,26 +86,20 @@ class KoopmanCall:
             Shape("any ..." if name == "pending" else "...").check(name, x, {}, k.device)
         if is_transformed():
             raise ValueError("koopman_attention has no rules for torch.func and forward-mode derivatives")
-        if k.device.type == "meta":
-            raise ValueError("koopman_attention needs the values of its keys, which the meta device does not have")
         if mode == "chunk" and q.shape[1] != k.shape[1]:
             raise ValueError(f"in mode 'chunk' queries and keys have one length; got {q.shape[1]} and {k.shape[1]}")
         if mode == "masked" and self.mask is None:
             raise ValueError("mode 'masked' needs a mask")
-        if mode != "chunk" and self.packing.cu_seqlens is not None:
+        packed = self.cu_seqlens.cu_seqlens if isinstance(self.cu_seqlens, Packing) else self.cu_seqlens
+        if mode != "chunk" and packed is not None:
             raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
         check_decay("g", self.g, ("koopman_attention", "g"))
-        if self.beta is not None and _has_negative(self.beta):
+        if self.beta is not None and may_branch(self.beta.device) and (self.beta < 0).any():
             raise ValueError(f"beta must be numbers ≥ 0; the smallest is {self.beta.min():.3g}")
         check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator)
         if sizes.get("J", self.power) != self.power:
             expected = f"[K + 1, H] = [{self.power + 1}, {sizes['H']}]"
             raise ValueError(f"mix must be a number, [H] or {expected}; got {[sizes['J'] + 1, sizes['H']]}")
-
-
-def _has_negative(x: Tensor) -> bool:
-    """Whether a number is negative, on a CPU. An accelerator would wait for the answer, and a graph cannot branch."""
-    return x.device.type == "cpu" and not torch.compiler.is_exporting() and bool((x < 0).any())
 
 
 def check_settings(

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import may_branch
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.backends.native import koopman as native
 from halflife.ops.koopman import graph, reference  # noqa: F401 (the reference registers itself)
@@ -32,7 +33,7 @@ from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.decays import weigh_tokens
 from halflife.ops.koopman.layout import KoopmanLayout
 from halflife.ops.koopman.readout import KoopmanReadout
-from halflife.ops.koopman.solve import Factor, add_token, cached_inverse_factor
+from halflife.ops.koopman.solve import Count, Factor, add_token, cached_inverse_factor
 from halflife.ops.koopman.state import (
     KoopmanMemory,
     KoopmanState,
@@ -120,7 +121,7 @@ class KoopmanResult(NamedTuple):
 
     y: Tensor  # outputs `[B, T, H, P]` in v's dtype
     state: KoopmanState  # after the last token
-    retries: int  # operators whose Cholesky factorisation failed and was repeated with a larger ridge
+    retries: Count  # operators whose Cholesky factorisation failed and was repeated with a larger ridge
 
 
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
@@ -139,7 +140,7 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
             memory = freeze_norm(memory, call.k.to(dtype), call.packing)
         if call.mode != "chunk":
             implementation = native.run if implementation is native.run else _prefix
-        elif torch.compiler.is_exporting() and call.packing.cu_seqlens is None:
+        elif backend != "reference" and not may_branch(call.k.device):
             implementation = graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
@@ -153,9 +154,11 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
 # and the read-out. It returns the outputs, the memory after the last token and the count of repeated factorisations.
 
 
-def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
+def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, Count]:
     """One operator for all tokens, those of the memory included; all queries read it."""
-    k, v, g = with_pending(call.k, call.v, call.g, memory)
+    k, v, g = call.k, call.v, call.g
+    if call.initial_state is not None:
+        k, v, g = with_pending(k, v, g, memory)
     sums = sums_after(memory, k, v, g, call.normalization)
     y, retries = readout.read(sums, call.q.transpose(1, 2))
     last = k[:, -1] if k.shape[1] else memory.last
@@ -163,7 +166,7 @@ def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
 
 
 @implements(OP, "chunked")
-def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
+def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, Count]:
     """One operator a chunk, all in one batch: sums of each chunk, running sums, one factorisation, K + 1 solves."""
     layout = KoopmanLayout(call.k, memory, call.tokens_per_operator, call.packing)
     keys = layout.place(call.k, memory.pending_keys)
@@ -196,7 +199,7 @@ def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:
     return single and (room == 0 or bool((memory.pending < room).all()))
 
 
-def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
+def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, Count]:
     """One token in O(K r²). It reads by the inverse factor, and then waits for its chunk or enters the sums."""
     q, key, value, g = call.q.transpose(1, 2), call.k[:, 0], call.v[:, 0], None if call.g is None else call.g[:, 0]
     inverse, retries = _inverse_of(memory, readout)
@@ -209,7 +212,7 @@ def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> 
 
 def _native_step(
     call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout
-) -> tuple[Tensor, KoopmanMemory, int]:
+) -> tuple[Tensor, KoopmanMemory, Count]:
     """`_step` by compiled kernels, which have no gradient."""
     inverse, retries = _inverse_of(memory, readout)
     y, memory, more = native.step(call, memory, inverse, readout)

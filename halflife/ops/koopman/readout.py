@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from halflife.ops.koopman.solve import cholesky, inverse_factor, unit_of
+from halflife.ops.arguments import may_branch
+from halflife.ops.koopman.solve import Count, cholesky, inverse_factor, inverse_of, unit_of
 from halflife.ops.koopman.state import Sums
 from halflife.precision import compute_dtype
 
@@ -44,10 +45,10 @@ class KoopmanReadout:
         ends = torch.stack([1 - self.mix, self.mix])
         return torch.cat([ends[:1], middle, ends[1:]]) if self.power else ends.sum(0, keepdim=True)
 
-    def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, int]:
+    def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Count]:
         """Read operators with `q [n, H, S, R]` through Cholesky factors; `norm [n, H]` replaces the m² of `sums`.
 
-        It returns the outputs `[n, H, S, P]`, and how many factorisations were repeated.
+        It returns the outputs `[n, H, S, P]`, and `Factor.retries`.
         """
         if self.operator == "main_text":
             factor = inverse_factor(sums if norm is None else sums._replace(norm=norm), self.ridge)
@@ -56,7 +57,7 @@ class KoopmanReadout:
         with torch.no_grad():  # `_Read` has the gradient
             scaled = sums.gram / unit
             scaled.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
-            factor, retries = cholesky(scaled)
+            factor, retries = (cholesky if may_branch(q.device) else inverse_of)(scaled)
         settings = self.gamma, self.weights, self.ridge
         return _Read.apply(factor, sums.gram, sums.transition, sums.values, unit, q, *settings), retries
 
@@ -158,5 +159,8 @@ class _Read(torch.autograd.Function):
 
 
 def _solve(factor: Tensor, b: Tensor) -> Tensor:
-    """Apply `(L Lᵀ)⁻¹` to the rows `b [..., S, R]`, which LAPACK takes as columns without a copy."""
-    return torch.cholesky_solve(b.mT, factor).mT
+    """Apply `(L Lᵀ)⁻¹` to the rows `b [..., S, R]`, which LAPACK takes as columns without a copy.
+
+    The solvers of a GPU take one matrix after another, so there `factor` is L⁻ᵀ.
+    """
+    return torch.cholesky_solve(b.mT, factor).mT if may_branch(b.device) else b @ factor @ factor.mT

@@ -8,11 +8,12 @@ from torch import Tensor
 from halflife.ops.backends.dispatch import implements
 from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.readout import KoopmanReadout
+from halflife.ops.koopman.solve import Count
 from halflife.ops.koopman.state import KoopmanMemory, Sums, previous_keys, with_pending
 
 
 @implements("koopman_attention", "reference")
-def reference(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
+def reference(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, Count]:
     """The definition: the sums change token by token, and for every token an operator is solved."""
     outputs, states, retries = [], [], 0
     for rows, tokens in call.packing.pieces():
@@ -28,7 +29,7 @@ def reference(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout)
 
 def _loop(
     call: KoopmanCall, tokens: slice, memory: KoopmanMemory, readout: KoopmanReadout
-) -> tuple[Tensor, KoopmanMemory, int]:
+) -> tuple[Tensor, KoopmanMemory, Count]:
     """Sequences of equal length whose memories have the same number of pending tokens."""
     chunk_size, length = call.tokens_per_operator, tokens.stop - tokens.start
     k, v, g = with_pending(call.k[:, tokens], call.v[:, tokens], None if call.g is None else call.g[:, tokens], memory)

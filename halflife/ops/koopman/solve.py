@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from halflife.ops.arguments import may_branch
 from halflife.ops.koopman.state import KoopmanMemory, Sums, add_to_sums
 
 FIRST_JITTER = 1e-4  # the first addition to a diagonal whose factorisation failed, in units of m²
+SURE_JITTER = 1e-3  # relative to the trace, an addition that exceeds the rounding errors of a long sum
+
+Count = int | Tensor  # a tensor on accelerators, which would wait for the number
 
 
 class Factor(NamedTuple):
     """The result of a factorisation."""
 
     matrix: Tensor  # L or, from `inverse_factor`, L⁻ᵀ, `[…, R, R]`
-    retries: int  # how many factorisations failed and were repeated with a larger ridge
+    retries: Count  # how many factorisations failed and were repeated with a larger ridge
 
 
 def cholesky(gram: Tensor) -> Factor:
@@ -26,6 +30,8 @@ def cholesky(gram: Tensor) -> Factor:
     Rounding errors of a long sum can exceed the ridge. A matrix whose factorisation fails is factorised again with
     `FIRST_JITTER` added to its diagonal, and each time it fails with ten times as much. It must be finite.
     """
+    if not may_branch(gram.device):
+        return _cholesky_without_waiting(gram)
     factor, info = torch.linalg.cholesky_ex(gram)
     jitter, retries, eye = FIRST_JITTER, 0, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     while info.any():
@@ -38,6 +44,19 @@ def cholesky(gram: Tensor) -> Factor:
         factor[failed], info[failed] = again, still
         jitter *= 10
     return Factor(factor, retries)
+
+
+def _cholesky_without_waiting(gram: Tensor) -> Factor:
+    """`cholesky` on an accelerator, where the host would wait for the answer whether a factorisation failed.
+
+    All matrices are factorised twice, the second time with `SURE_JITTER` in the diagonals of those that failed. The
+    factor of a matrix that is not finite is NaN.
+    """
+    failed = torch.linalg.cholesky_ex(gram).info > 0
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    jitter = torch.where(failed, SURE_JITTER * trace.clamp(min=1), 0.0)
+    factor, info = torch.linalg.cholesky_ex(gram + torch.diag_embed(jitter.unsqueeze(-1).expand(gram.shape[:-1])))
+    return Factor(torch.where((info > 0)[..., None, None], torch.nan, factor), failed.sum())
 
 
 def unit_of(norm: Tensor) -> Tensor:
@@ -60,8 +79,14 @@ def inverse_factor(sums: Sums, ridge: float) -> Factor:
     scaled = sums.gram / unit + ridge * (norm / unit) * eye
     if torch.compiler.is_exporting():  # torch 2.11 says so of compiled code as well, which has gradients
         return Factor(eliminate(scaled, ridge), 0)
-    factor, retries = cholesky(scaled)
-    return Factor(torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT, retries)
+    return inverse_of(scaled)
+
+
+def inverse_of(gram: Tensor) -> Factor:
+    """Compute L⁻ᵀ of the Cholesky factor L of `gram [..., R, R]`."""
+    factor, retries = cholesky(gram)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(factor)
+    return Factor(torch.linalg.solve_triangular(factor, eye, upper=False).mT, retries)
 
 
 def eliminate(gram: Tensor, ridge: float) -> Tensor:
@@ -104,7 +129,7 @@ def cached_inverse_factor(sums: Sums, ridge: float) -> Factor:
 def add_token(
     k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory, inverse: Tensor, ridge: float,
     normalization: str = "causal",
-) -> tuple[KoopmanMemory, int]:  # fmt: skip
+) -> tuple[KoopmanMemory, Count]:  # fmt: skip
     """Add one token to the sums, and update the inverse factor with them.
 
     A rank-one update gives the new inverse factor. With one decay per head, G and m² decay alike, so `G / m² + ε I`

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import may_branch
 from halflife.ops.koopman.decays import SumDecay, Weighted, token_decay, weigh_tokens
 from halflife.ops.slow_decay import split_decay
 from halflife.packing import Packing
@@ -185,13 +186,14 @@ def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "ca
 
 def freeze_norm(memory: KoopmanMemory, k: Tensor, packing: Packing) -> KoopmanMemory:
     """Set m² of the sequences that have none yet to the largest squared norm of their keys `k [B, T, H, R]`."""
-    if not torch.compiler.is_exporting() and (memory.sums.norm > 0).all():
+    if may_branch(k.device) and (memory.sums.norm > 0).all():
         return memory  # the same tensors, for `cached_inverse_factor`
-    norms = k.square().sum(-1)
-    pieces = norms.unbind(0) if packing.cu_seqlens is None else norms[0].split(packing.counts)
-    largest = [piece.amax(0) if len(piece) else piece.new_zeros(piece.shape[1]) for piece in pieces]
-    first = torch.stack(largest) if largest else memory.sums.norm
-    known = memory.sums.norm
+    norms, known = k.square().sum(-1), memory.sums.norm
+    if packing.cu_seqlens is None:
+        first = norms.amax(1) if k.shape[1] else torch.zeros_like(known)
+    else:
+        of_token = packing.on(k.device).sequence.unsqueeze(1).expand(-1, k.shape[2])
+        first = torch.zeros_like(known).scatter_reduce(0, of_token, norms[0], "amax")
     return memory._replace(sums=memory.sums._replace(norm=torch.where(known > 0, known, first)))
 
 

@@ -1,0 +1,134 @@
+"""Koopman attention as accelerators run it, where the host waits for no value, against the definition."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close, assert_packs, assert_raises, assert_streams, generator
+from pairwise import crossed
+
+from halflife import layers
+from halflife.ops import arguments
+from halflife.ops.koopman import KoopmanCall, attend, koopman_attention
+from halflife.ops.koopman.call import NORMALIZATIONS
+from halflife.packing import Packing
+
+HEADS, RANK, WIDTH = 2, 5, 3
+EXACT = 4 * 2e-9  # float64, with explicit inverses of matrices whose condition number is up to 1/ε
+WEIGHTS = [None, "beta", "scalar", "vector"]
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """The values of tensors of a CPU are not at hand either."""
+    monkeypatch.setattr(arguments, "HOSTS", set())
+
+
+def inputs(length, weights=None, batch=2, device="cpu"):
+    draw = generator("koopman device", length, weights)
+    shapes = {"q": (RANK,), "k": (RANK,), "v": (WIDTH,)}
+    x = {name: torch.randn(batch, length, HEADS, *shape, generator=draw).double() for name, shape in shapes.items()}
+    if weights:
+        x["beta"] = torch.rand(batch, length, HEADS, generator=draw).double() + 0.1
+    if weights in ("scalar", "vector"):
+        x["g"] = -torch.rand(*x["k"].shape[: 3 if weights == "scalar" else 4], generator=draw).double()
+        x["g"][:, 4:5, 0] = -torch.inf
+    return {name: part.to(device).requires_grad_() for name, part in x.items()}
+
+
+def op(**settings):
+    def run(x, state, **packed):
+        return koopman_attention(**x, initial_state=state, output_final_state=True, **settings, **packed)
+
+    return run
+
+
+def results(x, **settings):
+    """Outputs, the state, and the gradients of both."""
+    y, state = koopman_attention(**x, output_final_state=True, **settings)
+    state.pop("inverse", None)
+    parts = [y, *(part for name, part in sorted(state.items()) if name != "pending")]
+    draw = generator("gradients")
+    loss = sum((part * torch.randn(part.shape, generator=draw).double()).sum() for part in parts)
+    given = torch.autograd.grad(loss, list(x.values()), materialize_grads=True)
+    return {"y": y, **state, **dict(zip((f"d{name}" for name in x), given, strict=True))}
+
+
+@crossed(
+    strength=1, length=[0, 1, 3, 8, 9, 14], chunk=[1, 3, 4], weights=WEIGHTS, normalization=NORMALIZATIONS,
+    operator=["whitened", "main_text"],
+)  # fmt: skip
+def test_it_is_the_definition(length, chunk, weights, normalization, operator, accelerator):
+    settings = {"chunk_size": chunk, "normalization": normalization, "gamma": 1.2, "mix": 0.6, "operator": operator}
+    x = inputs(length, weights)
+    assert_close(results(x, **settings), results(x, **settings, backend="reference"), EXACT)
+
+
+@pytest.mark.parametrize("weights", [None, "vector"])
+def test_it_streams(weights, accelerator):
+    assert_streams(op(chunk_size=3), inputs(8, weights), EXACT)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("weights", ["beta", "scalar"])
+def test_it_packs(chunk, weights, accelerator):
+    def draw(batch, length):
+        return inputs(length, weights, batch)
+
+    assert_packs(op(chunk_size=chunk, normalization="sequence" if weights == "beta" else "causal"), draw, EXACT)
+
+
+def test_the_prefix_of_a_call_is_the_definition(accelerator):
+    x = inputs(9)
+    expected = results(x, mode="prefix", backend="reference")
+    assert_close(results(x, mode="prefix"), expected, EXACT)
+
+
+def test_a_factorisation_that_fails_is_repeated_and_counted(accelerator):
+    """The sums of a long text in float32 can be wrong by more than the ridge. Keys that are not finite give NaN."""
+    _, state = koopman_attention(**inputs(4), chunk_size=2, output_final_state=True)
+    state["gram"] = state["gram"] - 0.0012 * state["norm"][..., None, None] * torch.eye(RANK)
+    x = inputs(2)
+    result = attend(KoopmanCall(**x, chunk_size=2, initial_state=state))
+    assert int(result.retries) > 0
+    assert result.y.isfinite().all()
+    state["gram"][0, 0, 0, 0] = torch.nan
+    y, _ = koopman_attention(**x, chunk_size=2, initial_state=state)
+    assert y[0, :, 0].isnan().all()
+    assert y[0, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_nothing_is_read_from_the_device(weights):
+    """Tensors of the meta device have no values, so a call that reads one fails."""
+    x = inputs(9, weights, 1, "meta")
+    bounds = Packing(1, 9, torch.empty(4, dtype=torch.int32, device="meta"))
+    for packed in ({}, {"cu_seqlens": bounds}):
+        y, state = koopman_attention(**x, output_final_state=True, chunk_size=4, **packed)
+        again, _ = koopman_attention(**x, initial_state=state, chunk_size=4, **packed)
+        (y + again).sum().backward()
+    assert_raises(RuntimeError, "meta", y.sum().item)
+
+
+def compare_compiled():
+    """Raise an error if compiled code differs. This runs in another process, without pytest's shape checks."""
+    arguments.HOSTS.clear()
+    layer = layers.build("ska", hidden_size=16, num_heads=2, rank=6, chunk_size=4).double()
+    x, found = torch.randn(2, 9, 16).double(), {}
+    for name, run in (("eager", layer), ("compiled", torch.compile(layer, fullgraph=True, backend="aot_eager"))):
+        layer.zero_grad()
+        y, state = run(x)
+        y.square().sum().backward()
+        with torch.no_grad():
+            token, state = run(x[:, :1], state)
+        found[name] = {"y": y, "token": token, **state, "grad": layer.out_proj.weight.grad}
+    assert_close(found["compiled"], found["eager"], EXACT)
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_as_one_graph():
+    """A pass over chunks with its gradients, and a decoded token."""
+    code = "import test_koopman_device as here; here.compare_compiled()"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
