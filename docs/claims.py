@@ -16,7 +16,7 @@ name:
     loss_above(variant, base)  test losses of a row of the decay grid minus those of another, [budgets, seeds of both]
     parameters(variant)        of the decay grid
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
-    decays(row)                the trained median λ of a row of the decay grid `[budgets, seeds]`
+    decays(row)                the trained median λ of a row of the decay grid `[budgets, seeds]`; also at its "init"
     medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number per seed
     perplexity_over(file, model, base, length)    the quotient of two of them, of every seed that both have
@@ -60,6 +60,7 @@ PAGE, COSTS = DOCS / "claims.md", RESULTS / "claims_costs.json"
 GRID = {"decay_design.csv": "decay_regression.json", "decay_design_double.csv": "decay_regression_double.json"}
 THEORY = ("theory", "theory_rfc")  # files of `halflife theory`
 VERDICTS = ("holds", "holds in part", "fails", "open")
+MOST_MODELS = 16  # that a claim names one by one
 RATES = 3  # learning rates that a comparison of trained models has at least
 H200 = 989e12 * 0.4  # operations a second of an H200 in bfloat16, at 40 % of its peak
 
@@ -120,11 +121,12 @@ class Claim:
 
 
 class Reading(NamedTuple):
-    """What the files say of a claim: the verdict, the number, the files that were read, and why it is open."""
+    """What the files say of a claim: the verdict, the number, what was read, and why the claim is open."""
 
     verdict: str
     number: str
     files: tuple[str, ...]
+    models: tuple[str, ...]
     reason: str
 
 
@@ -157,16 +159,17 @@ def results(name: str) -> list[dict[str, str]]:
 
 
 class Files:
-    """Reads the files of results for one claim, and notes which files, seeds and learning rates it used.
+    """Reads the files of results for one claim, and notes which files, models, seeds and learning rates it used.
 
     Attributes:
-        used: names of the files.
+        used, models: names of the files and of the models.
         seeds, rates: the smallest numbers of seeds and of learning rates of the trained models that were read; None if
             none was read.
     """
 
     def __init__(self) -> None:
         self.used: dict[str, None] = {}
+        self.models: dict[str, None] = {}
         self.seeds: int | None = None
         self.rates: int | None = None
 
@@ -207,7 +210,7 @@ class Files:
 
         The table of the same comparison without `_positions` says how many learning rates there were.
         """
-        self.used[name] = None
+        self.used[name] = self.models[model] = None
         rows = [row for row in results(name) if row["model"] == model and int(row["first"]) == first]
         if not rows:
             raise ValueError(f"{name} has no row of {model}, first position {first}")
@@ -251,28 +254,32 @@ class Files:
             found.append([parabola["best"], parabola["best low"], parabola["best high"]])
         return np.array(found, dtype=float)
 
-    def decays(self, variant: str) -> np.ndarray:
-        """The median λ after training of every seed of a row of the decay grid, at each budget `[budgets, seeds]`."""
+    def decays(self, variant: str, when: str = "trained") -> np.ndarray:
+        """The median λ of every seed of a row of the decay grid, at each budget `[budgets, seeds]`.
+
+        It is the mean of the layers' medians, after training or before it ("init").
+        """
         found = []
         for name, regressions in GRID.items():
             self._selected(name, variant, lambda row: True, "")
             runs = [run for run in self.json(regressions).runs if run.model == variant]
-            found.append([run.trained.median for run in sorted(runs, key=lambda run: run.seed)])
+            found.append([run[when].median for run in sorted(runs, key=lambda run: run.seed)])
         return np.array(found)
 
-    def medians(self, ending: str) -> np.ndarray:
-        """The median λ after training of all runs of the decay grid whose row ends so, at both budgets."""
+    def medians(self, ending: str, when: str = "trained") -> np.ndarray:
+        """The median λ of all runs of the decay grid whose row ends so, at both budgets, as in `decays`."""
         found = []
         for name, regressions in GRID.items():
             for run in self.json(regressions).runs:
                 if run.model.removesuffix(":ours").endswith(ending):
                     self._selected(name, run.model, lambda row: True, "")
-                    found.append(run.trained.median)
+                    found.append(run[when].median)
         return np.array(found)
 
     def step(self, name: str, model: str, length: int) -> float:
         """Seconds of a training step: `name` is a file of `halflife throughput`."""
         data = self.json(name)
+        self.models[model] = None
         (row,) = (row for row in data.models if row.model == model)
         return float(row.seconds[list(data.lengths).index(length)])
 
@@ -305,7 +312,7 @@ class Files:
         self, name: str, model: str, wanted: Callable[[Mapping[str, str]], bool], what: str
     ) -> list[dict[str, str]]:
         """The rows of a model at its selected learning rate that are wanted."""
-        self.used[name] = None
+        self.used[name] = self.models[model] = None
         own = [row for row in results(name) if row["model"] == model]
         found = [row for row in own if row["selected"] == "True" and wanted(row)]
         if not found:
@@ -383,7 +390,7 @@ def read(claim: Claim) -> Reading:
     ]  # fmt: skip
     reason = ", ".join(filter(None, reasons))
     verdict = "open" if reason else "holds" if all(true) else "holds in part" if any(true) else "fails"
-    return Reading(verdict, number, tuple(files.used), reason if verdict == "open" else "")
+    return Reading(verdict, number, tuple(files.used), tuple(files.models), reason if verdict == "open" else "")
 
 
 def load() -> tuple[str, dict[str, str], dict[str, list[Claim]]]:
@@ -441,14 +448,21 @@ def _names(claim: Claim) -> str:
 
 
 def _evidence(claim: Claim, reading: Reading, runs: list[str]) -> str:
-    """The cell of a claim: number, note, files, and why it is open."""
-    parts = [part for part in (reading.number, claim.note) if part]
+    """The cell of a claim: number, note, models, files, and why it is open."""
+    parts = [part for part in (reading.number, claim.note, _models(reading.models)) if part]
     if reading.files:
         parts.append("From " + ", ".join(f"[{file}](results/{file})" for file in reading.files) + ".")
     if reading.verdict == "open":
         run = f"; R{runs.index(claim.settle) + 1} would settle it" if claim.settle else ""
         parts.append(f"Open: {reading.reason}{run}.")
     return " ".join(parts)
+
+
+def _models(models: tuple[str, ...]) -> str:
+    """The trained or timed models that a claim rests on."""
+    if len(models) > MOST_MODELS:
+        return f"Models: {len(models)} rows of the grid."
+    return f"Models: {', '.join(f'`{name}`' for name in models)}." if models else ""
 
 
 def _hours(cost: Mapping[str, float]) -> str:

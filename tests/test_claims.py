@@ -50,6 +50,30 @@ def test_every_verdict_has_its_evidence():
                 assert len({row["learning_rate"] for row in rows}) >= 3
 
 
+def test_verdicts_on_trained_models_name_them():
+    """Models are in the cell of the evidence. PoST on Mamba-2 and Gated DeltaNet is read with Δ fixed, as printed."""
+    rows = dict(re.findall(r"^\| (\d+) \| (.*)$", claims.PAGE.read_text(encoding="utf-8").split("## Rules")[0], re.M))
+    for number, claim in enumerate(EVERY, 1):
+        reading = claims.read(claim)
+        if any(name.endswith(".csv") for name in reading.files):
+            assert reading.models, claim.says
+        if len(reading.models) <= claims.MOST_MODELS:
+            assert all(f"`{model}`" in rows[str(number)] for model in reading.models), claim.says
+        for base in ("mamba2", "gated_deltanet"):
+            trained = {f"{base}:post", f"{base}:frozen"} & {*reading.models}
+            assert trained != {f"{base}:post"} or "§5.2" in claim.where, claim.says
+
+
+def test_what_is_true_before_training_says_so():
+    for claim in PAPERS["Decay design space"]:
+        starts = [name for name, expression in claim.names.items() if '"init"' in expression]
+        assert bool(starts) == ("true before training" in claim.number), claim.says
+    start, trained = (claims.Files().decays("ablation/mamba2-no-Δ", when) for when in ("init", "trained"))
+    assert start.shape == trained.shape
+    assert (start[0] == start[1]).all()  # both budgets begin at the same models
+    assert start.max() < 0.4
+
+
 def test_no_number_is_typed():
     for claim in EVERY:
         typed = re.sub(r"\{(?:[^{}]|\{[^{}]*\})*\}|Mamba-2|RWKV-7|HGRN2", "", claim.number)

@@ -140,11 +140,11 @@ ALL_ATTENTION = ((_of("attention"), "every layer of {base} is softmax attention 
 
 TIME_SCALES: dict[str, Modifier] = {
     "post": Modifier(_post, NO_DECAY,
-        "PoST as in its paper: an ordered geometric spectrum of decays that stretches with the position (t_ref = 1)."),
+        "PoST with a trained step size: an ordered geometric spectrum that stretches with the position (t_ref = 1)."),
     "post_norm": Modifier(lambda base, sizes: _post(base, sizes, reference_length=sizes.train_length), NO_DECAY,
-        "PoST as in its theorem: time-scales t^α that equal the static spectrum at the training length."),
+        "`post` as in the theorem: time-scales t^α that equal the static spectrum at the training length."),
     "post_optimal": Modifier(lambda base, sizes: _post(base, sizes, endpoints="optimal"), NO_DECAY,
-        "PoST as in its paper, but with the end points that approximate t^(−1/2) best, about 0.5/T and 4."),
+        "`post` with the end points that approximate t^(−1/2) best, about 0.5/T and 4."),
     "post_paper": Modifier(_post_paper, _no_post("paper"),
         "PoST as its paper prints it: Δ fixed at 0.05; GLA and RetNet are one model (Algorithms 2 to 4)."),
     "post_released": Modifier(_post_released, _no_post("released code"),

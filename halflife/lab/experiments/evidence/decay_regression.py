@@ -47,7 +47,7 @@ def measure(folder: Path, rows: Rows, configure: Callable[[Cell], TrainConfig], 
 
     Returns:
         One dict a run: "model", "seed", "learning_rate", "loss", and "init" and "trained", each with "median", the
-        median λ, and "spread", the distance of its quartiles, as means over layers.
+        median λ, and "spread", the distance of its quartiles, as means over layers, and "medians" of the layers.
     """
     file = folder / DECAY_REGRESSION_JSON
     known = {_key(one): one for one in (read_json(file)["runs"] if file.exists() else [])}
@@ -71,11 +71,11 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["seed"], row["learning_rate"], row["loss"]
 
 
-def _distribution(model: LanguageModel, ids: Tensor) -> dict[str, float]:
+def _distribution(model: LanguageModel, ids: Tensor) -> dict[str, Any]:
     layers = measure_decays(model, ids)
-    return {
-        "median": fmean(layer.median for layer in layers), "spread": fmean(layer.q75 - layer.q25 for layer in layers)
-    }  # fmt: skip
+    medians = [layer.median for layer in layers]
+    spread = fmean(layer.q75 - layer.q25 for layer in layers)
+    return {"median": fmean(medians), "spread": spread, "medians": medians}
 
 
 def regress(predictors: Sequence[Sequence[float]], losses: Sequence[float]) -> dict[str, Any]:
