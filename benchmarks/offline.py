@@ -76,9 +76,8 @@ BYTES = {
 }  # fmt: skip
 
 
-def launches_of(case: Case, batch: int, length: int) -> tuple[list[Launch], list[Launch]]:
-    """The kernels that a call launches, forward and then backward, with tensors that have no data."""
-    from halflife.ops.backends.triton.op import run
+def call_of(case: Case, batch: int, length: int) -> Any:
+    """A call with tensors that have no data."""
     from halflife.ops.call import Call
 
     def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -97,10 +96,17 @@ def launches_of(case: Case, batch: int, length: int) -> tuple[list[Launch], list
         tensors["g"] = leaf(*at, case.heads) if case.mode == "scalar" else None
     if op != "linear_attention":
         tensors["beta"] = leaf(*at, case.heads) if case.op == "delta_rule" else None
+    return Call.of(op, tensors)
+
+
+def launches_of(case: Case, batch: int, length: int) -> tuple[list[Launch], list[Launch]]:
+    """The kernels that a call launches, forward and then backward."""
+    from halflife.ops.backends.triton import run
+
     forward: list[Launch] = []
     backward: list[Launch] = []
     with offline_kernels.captured(forward):
-        o, _ = run(Call.of(op, tensors))
+        o, _ = run(call_of(case, batch, length))
     with offline_kernels.captured(backward):
         o.float().sum().backward()
     return forward, backward

@@ -86,15 +86,30 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **options: 
     return ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
+def _is_composite(function: Any) -> bool:
+    """Whether torch runs other operations in its place. Before autograd it does so itself, and inside our ops not."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
+
+
 class _Counting(TorchDispatchMode):
     """Counts operations, and answers where the host asks for a value."""
+
+    inside = False  # of one of our ops
 
     def __init__(self, count: Count, rates: dict[str, float]) -> None:
         super().__init__()
         self.count, self.rates = count, rates
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from halflife.ops.backends.triton.op import HOST
+
         kwargs = kwargs or {}
+        if function in HOST:  # counted as what it consists of
+            with self, mock.patch.object(self, "inside", True):
+                return HOST[function](*args, **kwargs)
+        if self.inside and _is_composite(function):
+            with self:
+                return function.decompose(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if function is ATEN._local_scalar_dense.default and tensors[0].device.type == "meta":
             self.count.syncs += 1

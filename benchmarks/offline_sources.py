@@ -39,10 +39,9 @@ class _Modules:
         return places & self.defined.keys()
 
     def launches(self, place: Place) -> set[Place]:
-        """The kernels that a function launches: `kernel[grid](…)`."""
-        calls = [n.func.value for n in ast.walk(self.defined[place])
-                 if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript)]  # fmt: skip
-        names = {n.id for n in calls if isinstance(n, ast.Name)}
+        """The kernels that a function launches: `launch(kernel, grid)`."""
+        calls = [n for n in ast.walk(self.defined[place]) if isinstance(n, ast.Call) and n.args]
+        names = {n.args[0].id for n in calls if ast.unparse(n.func) == "launch" and isinstance(n.args[0], ast.Name)}
         places = {self.imported.get((place[0], name), (place[0], name)) for name in names}
         return {at for at in places & self.defined.keys() if "jit" in _decorators(self.defined[at])}
 

@@ -85,7 +85,7 @@ def test_limits(change, allowed, wrong):
 def test_a_hash_follows_code_and_not_comments(tmp_path):
     text = (
         "import triton\nN = 3\n@triton.jit\ndef helper(x):\n    return x + N\n@triton.jit\ndef my_kernel(x):\n"
-        "    helper(x)\ndef launch(x):\n    my_kernel[1,](x)\n"
+        "    helper(x)\ndef host(x):\n    launch(my_kernel, (1,))(x)\n"
     )
     read = script("offline_sources").sources
 
@@ -96,7 +96,7 @@ def test_a_hash_follows_code_and_not_comments(tmp_path):
     first = hashed(text)
     assert set(first) == {"file.my_kernel"}
     assert hashed(text.replace("def helper(x):\n", 'def helper(x):\n    """Add."""\n    # comment\n')) == first
-    for old, new in (("N = 3", "N = 4"), ("x + N", "x - N"), ("[1,]", "[2,]")):
+    for old, new in (("N = 3", "N = 4"), ("x + N", "x - N"), ("(1,)", "(2,)")):
         assert hashed(text.replace(old, new)) != first
 
 

@@ -27,9 +27,9 @@ from halflife.ops.backends import triton as kernels
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
+from halflife.ops.backends.triton import run as run_kernels
 from halflife.ops.backends.triton import systems
 from halflife.ops.backends.triton.gates import make_chunks
-from halflife.ops.backends.triton.op import run as run_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OP = {"linear": "linear_attention", "delta": "delta_rule"}
@@ -392,6 +392,29 @@ def test_inverse(size):
     want = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + (beta * (k @ k.T)).tril(-1))
     assert relative_error(got, want) <= 4 * 2.6e-7  # measured: 2.6e-7 at 64
     assert got.triu(1).count_nonzero() == 0
+
+
+def given_to_the_op(update, mode, cu_seqlens):
+    """The arguments of an op of the kernels, and of its backward op."""
+    arguments = single(update, mode, 5, sequences=2 if cu_seqlens else None)
+    names = ["q", "k", "v", *(["beta"] if update == "delta" else []), "g_slow", "g", "initial_state"]
+    tensors = [None if (x := arguments.get(name)) is None else x.to(DEVICE) for name in names]
+    bounds = torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None
+    given = (*tensors, bounds, SCALE, 64)
+    return given, (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", OP)
+@pytest.mark.parametrize(("mode", "cu_seqlens"), [("none", None), ("gate_rank", [0, 2, 5])])
+def test_ops_are_registered_right(update, mode, cu_seqlens):
+    """Schemas, gradients and fake tensors, by torch's own check; `torch.compile` and `torch.export` rely on them."""
+    kernels.load()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    given, backward = given_to_the_op(update, mode, cu_seqlens)
+    torch.library.opcheck(getattr(torch.ops.halflife, f"triton_{update}_backward").default, backward, test_utils=checks)
+    given = tuple(x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
+    torch.library.opcheck(getattr(torch.ops.halflife, f"triton_{update}").default, given, test_utils=checks)
 
 
 def test_second_derivatives_say_what_has_them():

@@ -60,7 +60,7 @@ def delta_rule(
     )  # fmt: skip
 
 
-implements("delta_rule", "triton", "halflife.ops.backends.triton.op:run", why_not=triton.why_not)
+implements("delta_rule", "triton", triton.run, why_not=triton.why_not)
 implements("delta_rule", "fla", fla.delta_rule, why_not=fla.why_not)
 implements("delta_rule", "native", native.run, why_not=native.why_not, steps=True)
 

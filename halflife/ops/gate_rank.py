@@ -110,7 +110,7 @@ def split(state: Tensor) -> States:
     return fast.contiguous(), slow.contiguous()
 
 
-implements("gate_rank", "triton", "halflife.ops.backends.triton.op:run", why_not=triton.why_not)
+implements("gate_rank", "triton", triton.run, why_not=triton.why_not)
 implements("gate_rank", "native", native.run, why_not=native.why_not, steps=True)
 
 

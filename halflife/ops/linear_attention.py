@@ -58,7 +58,7 @@ def linear_attention(
     )  # fmt: skip
 
 
-implements("linear_attention", "triton", "halflife.ops.backends.triton.op:run", why_not=triton.why_not)
+implements("linear_attention", "triton", triton.run, why_not=triton.why_not)
 implements("linear_attention", "fla", fla.linear_attention, why_not=fla.why_not)
 implements("linear_attention", "native", native.run, why_not=native.why_not, steps=True)
 

@@ -16,7 +16,6 @@ raises an error with the reason; no other one takes its place. The choice never 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 
 from halflife.ops.arguments import is_transformed
-from halflife.ops.backends.constant import cached_constant
 from halflife.ops.call import Call
 from halflife.ops.spec import OPS, Implementation
 from halflife.precision import without_autocast
@@ -42,42 +40,22 @@ class CannotRun(ValueError):
 
 
 def implements(
-    op: str, backend: str, function: str | Callable[..., Any] | None = None, *,
+    op: str, backend: str, function: Callable[..., Any] | None = None, *,
     why_not: Callable[..., str | None] | None = None, steps: bool = False, traceable: bool = False,
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Register the decorated function, or `function`, as the `backend` of `op`.
 
     Implementations of an op on tokens take a `Call` and return `(o, final state)`. Those of a pass take its arguments.
-    A text "module:function" names one that is imported when it is first called. See `Implementation` for
-    the other arguments.
+    See `Implementation` for the other arguments.
     """
 
     def register(function: Any) -> Any:
-        run = _imported_at_first_use(function) if isinstance(function, str) else function
-        OPS[op].backends[backend] = Implementation(run, why_not, steps, traceable)
+        OPS[op].backends[backend] = Implementation(function, why_not, steps, traceable)
         return function
 
     if function is not None:
         register(function)
     return register
-
-
-@cached_constant
-def _load(name: str) -> Callable[..., Any]:
-    """The function "module:function"."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
-
-
-def _imported_at_first_use(name: str) -> Callable[..., Any]:
-    """The function "module:function", whose module is imported when it is first called."""
-
-    def run(*arguments: Any) -> Any:
-        return _load(name)(*arguments)
-
-    # As `torch.compiler.disable` does without its import: Dynamo fails on a function that no variable holds.
-    vars(run)["_torchdynamo_disable"] = True
-    return run
 
 
 def ops() -> list[str]:

@@ -1,16 +1,19 @@
 """Our Triton kernels of linear attention, the delta rule and GateRank, with no decay or a scalar one.
 
-The modules of this package import triton, and they are imported on first use. `import halflife` needs torch alone.
+The other modules of this package import triton. `run` loads them, and `import halflife` needs torch alone.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 
 import torch
+from torch import Tensor
 
 from halflife.ops.arguments import not_plain
+from halflife.ops.backends.constant import cached_constant
 from halflife.ops.call import Call
 
 SIZES = range(16, 257)
@@ -54,3 +57,25 @@ def _misfit(op: str, call: Call) -> str | None:
 
 def _names(dtypes) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+@cached_constant
+def load() -> None:
+    """Import the kernels and declare their ops."""
+    importlib.import_module("halflife.ops.backends.triton.op")
+
+
+def run(call: Call) -> tuple[Tensor, Tensor]:
+    """Run a call with scalar decays: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
+    load()
+    q, k, v = [call[name] for name in ("q", "k", "v")]
+    if {q.dtype, k.dtype, v.dtype} == MIXED:
+        q, k, v = q.float(), k.float(), v.float()
+    beta, initial = call.get("beta"), call.first_state(torch.float32)
+    inputs = [q, k, v, *([] if beta is None else [beta]), call.get("g_slow"), call.decay, initial]
+    kernels = torch.ops.halflife.triton_linear if beta is None else torch.ops.halflife.triton_delta
+    o, final, *_ = kernels(
+        *[None if x is None else x.contiguous() for x in inputs], call.packing.cu_seqlens, float(call.output_scale),
+        call.chunk_size,
+    )  # fmt: skip
+    return o, final

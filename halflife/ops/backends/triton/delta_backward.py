@@ -34,6 +34,7 @@ from halflife.ops.backends.triton.gates import (
     tile,
     tuned,
 )
+from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.states import pair_products
 from halflife.ops.backends.triton.systems import Solved, empty_states, solve, walk, walk_columns
 from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
@@ -270,18 +271,18 @@ def _walk_back(
     q: Tensor, k: Tensor, do: Tensor, solved: Solved, gates: Gates, dfinal: Tensor, chunks: Chunks, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The float32 gradients of the leaving states `[n, H, K', V]`, the written values and the initial states."""
-    key, (heads, value), sequences, n = q.shape[-1], do.shape[2:], len(chunks.sequences), len(chunks.chunks)
+    key, (heads, value), sequences, n = q.shape[-1], do.shape[2:], chunks.sequences.shape[0], chunks.chunks.shape[0]
     mode, precision, columns = mode_of(*gates), precision_of(q), walk_columns(key, value)
     sq, sk = (heads // max(1, x.shape[2]) for x in (q, k))
     partial, dwritten, dinitial = torch.empty_like(solved.x), torch.empty_like(solved.x), torch.empty_like(dfinal)
     dstates = empty_states(dfinal, chunks)
     if n * heads:
-        _read_grads_kernel[n * heads, triton.cdiv(value, block(value))](
+        launch(_read_grads_kernel, (n * heads, triton.cdiv(value, block(value))))(
             q, k, do, *gates, partial, chunks.chunks, scale, heads, sq, sk, key, value, chunks.size,
             mode, precision, block(key), block(value),
         )  # fmt: skip
     if sequences * heads:
-        _walk_back_kernel[sequences * heads, triton.cdiv(value, columns)](
+        launch(_walk_back_kernel, (sequences * heads, triton.cdiv(value, columns)))(
             q, k, do, solved.y[0], solved.y[-1], *gates, partial, dfinal, dinitial, dstates, dwritten,
             chunks.chunks, chunks.sequences, scale, heads, sq, sk, key, value, chunks.size,
             mode, precision, block(key, 256), columns,
@@ -294,7 +295,7 @@ def backward(
     scale: float, chunks: Chunks, do: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, beta, both log-decays and the initial state."""
-    n, key, (heads, value) = len(chunks.chunks), q.shape[-1], v.shape[2:]
+    n, key, (heads, value) = chunks.chunks.shape[0], q.shape[-1], v.shape[2:]
     solved = solve(k, v, beta, gates, chunks, keep=True)
     states, written, _ = walk(k, solved, gates, initial, chunks)
     dstates, dwritten, dinitial = _walk_back(q, k, do, solved, gates, dfinal, chunks, scale)
@@ -302,11 +303,11 @@ def backward(
     dq, dk, dv, dbeta = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(v), torch.empty_like(beta)
     dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in gates)
     if n * heads:
-        _adjoint_kernel[n * heads, triton.cdiv(value, block(value))](
+        launch(_adjoint_kernel, (n * heads, triton.cdiv(value, block(value))))(
             solved.inverse, beta, dwritten, adjoint, dv, chunks.chunks, heads,
             value, chunks.size, precision_of(q), block(value),
         )  # fmt: skip
-        _inputs_kernel[n * heads,](
+        launch(_inputs_kernel, (n * heads,))(
             q, k, v, beta, *gates, do, written, adjoint, states, dstates, dq, dk, dbeta, dg_slow, dg_fast,
             chunks.chunks, scale, heads, heads // q.shape[2], heads // k.shape[2], key, value, chunks.size,
             mode_of(*gates), precision_of(q), block(key, 32), block(value, 32),

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton import interpreted
+from halflife.ops.backends.triton.launch import is_traced
 
 # MODE of a kernel, the kind of decay. GATE_RANK has two states, rows 0 … K−1 (fast) and K … 2K−1 (slow) of one tensor.
 NONE, SCALAR, GATE_RANK = 0, 1, 2
@@ -49,9 +50,7 @@ class Chunks:
     """The table of chunks."""
 
     size: int  # tokens per chunk, C, a power of two from 16 to 64
-    chunks: (
-        Tensor  # `[n, 3]` int64: first token (a row of `[B·T, …]`), number of tokens (0 to C) and sequence of a chunk
-    )
+    chunks: Tensor  # `[n, 3]` int64: first token (a row of `[B·T, …]`), number of tokens (0 to C), and sequence
     sequences: Tensor  # `[N, 2]` int64: first chunk of a sequence and the number of its chunks
 
 
@@ -67,13 +66,16 @@ def make_chunks(q: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Chunks
     while size > 16 and (size > chunk_size or size >= 2 * length):
         size //= 2
     if cu_seqlens is None:
-        return _batch_chunks(batch, length, size, q.device)
-    return _chunks(cu_seqlens.to(q.device, torch.int64), length // size + len(cu_seqlens) - 1, size)
+        table = _batch_chunks if is_traced(q) else _kept_chunks  # what a compiler traces may not be kept
+        return table(batch, length, size, q.device)
+    return _chunks(cu_seqlens.to(q.device, torch.int64), length // size + cu_seqlens.shape[0] - 1, size)
 
 
-@lru_cache(maxsize=64)
 def _batch_chunks(batch: int, length: int, size: int, device: torch.device) -> Chunks:
     return _chunks(torch.arange(batch + 1, device=device) * length, batch * -(-length // size), size)
+
+
+_kept_chunks = lru_cache(maxsize=64)(_batch_chunks)
 
 
 def _chunks(bounds: Tensor, count: int, size: int) -> Chunks:
@@ -81,8 +83,8 @@ def _chunks(bounds: Tensor, count: int, size: int) -> Chunks:
     lengths = bounds[1:] - bounds[:-1]
     counts = (lengths + size - 1) // size
     ends = counts.cumsum(0)
-    index = torch.arange(count if len(lengths) else 0, device=bounds.device)
-    sequence = torch.searchsorted(ends, index, right=True).clamp(max=max(len(lengths) - 1, 0))
+    index = torch.arange(count if lengths.shape[0] else 0, device=bounds.device)
+    sequence = torch.searchsorted(ends, index, right=True).clamp(max=max(lengths.shape[0] - 1, 0))
     done = (index - (ends - counts)[sequence]) * size
     tokens = (lengths[sequence] - done).clamp(min=0, max=size)
     chunks = torch.stack((bounds[sequence] + done, tokens, sequence), 1)

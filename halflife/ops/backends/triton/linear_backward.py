@@ -34,6 +34,7 @@ from halflife.ops.backends.triton.gates import (
     tile,
     tuned,
 )
+from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.states import outputs, pair_products, products, scan
 from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
@@ -143,11 +144,11 @@ def backward(
     dstates, _ = products(q, do, gates, chunks, scale, read=True)
     dinitial = scan(dstates, dfinal, carried, chunks, mode, back=True)
     dv = outputs(q, k, do, gates, dstates, chunks, scale, like=v, back=True)
-    n, key, (heads, value) = len(chunks.chunks), q.shape[-1], v.shape[2:]
+    n, key, (heads, value) = chunks.chunks.shape[0], q.shape[-1], v.shape[2:]
     dq, dk = grads_of_heads(q, heads), grads_of_heads(k, heads)
     dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in gates)
     if n * heads:
-        _inputs_kernel[n * heads,](
+        launch(_inputs_kernel, (n * heads,))(
             q, k, v, do, *gates, states, dstates, dq, dk, dg_slow, dg_fast, chunks.chunks, scale, heads,
             heads // q.shape[2], heads // k.shape[2], key, value, chunks.size,
             mode, precision_of(q), block(key, 32), block(value, 32),

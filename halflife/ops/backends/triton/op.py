@@ -1,61 +1,105 @@
-"""Linear attention and the delta rule with no decay or a scalar one, and GateRank on both, as Triton kernels.
+"""The kernels as differentiable ops of torch, which `torch.compile` and `torch.export` see as single nodes.
 
-The three steps are those of `halflife.ops.linear_attention` and `halflife.ops.delta_rule`. First, each chunk's update
-of the state is computed, or the triangular systems of all chunks are inverted. Then a scan or walk over the chunks of
-each sequence gives the states entering them, and the values that the delta rule writes. Last come the outputs, which
-are those of linear attention that writes these values.
+Linear attention and the delta rule take the same three steps as `halflife.ops.linear_attention` and
+`halflife.ops.delta_rule`. First, each chunk's update of the state is computed, or the triangular systems of all chunks
+are inverted. Then a scan or walk over the chunks of each sequence gives the states entering them, and the values that
+the delta rule writes. Last come the outputs, which are those of linear attention that writes these values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.triton import MIXED, delta_backward, linear_backward
+from halflife.ops.backends.triton import delta_backward, interpreted, linear_backward
 from halflife.ops.backends.triton.gates import make_chunks, mode_of
 from halflife.ops.backends.triton.states import outputs, products, scan
 from halflife.ops.backends.triton.systems import solve, walk
-from halflife.ops.call import Call
+
+HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
 
 
-class _Kernels(torch.autograd.Function):
-    """Saves the inputs and the initial state; the backward pass recomputes the rest. Without beta: linear attention."""
+def declare(name: str, host: Callable[..., Any]) -> Any:
+    """Declare the op `halflife::name`, whose schema is the signature of its host code.
 
-    @staticmethod
-    def forward(ctx, q, k, v, beta, g_slow, g_fast, initial, scale, chunks):
-        gates = (g_slow, g_fast)
-        if beta is None:
-            states, carried = products(k, v, gates, chunks, 1.0, read=False)
-            written, final = v, scan(states, initial, carried, chunks, mode_of(*gates))
-        else:
-            states, written, final = walk(k, solve(k, v, beta, gates, chunks, keep=False), gates, initial, chunks)
-        ctx.save_for_backward(q, k, v, beta, g_slow, g_fast, initial)
-        ctx.settings = (scale, chunks)
-        return outputs(q, k, written, gates, states, chunks, scale, like=v), final
+    A compiler sees the launches inside. It cannot see those of Triton's interpreter, where the op is a black box.
+    """
+    if interpreted():
+        op = torch.library.custom_op(f"halflife::{name}", host, mutates_args=())
+        op.register_fake(host)
+    else:
+        op = torch.library.triton_op(f"halflife::{name}", host, mutates_args=())
+    HOST[getattr(torch.ops.halflife, name).default] = host
+    return op
 
-    @staticmethod
-    def backward(ctx, do, dfinal):
+
+def differentiable(name: str, count: int, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Declare the op `name(*tensors, *settings) → (o, final, *kept)` and its gradient.
+
+    The first `count` arguments are the tensors that have gradients. `kept` are what the backward pass reads beside
+    them. It is `name_backward(do, dfinal, *kept, *tensors, *settings) → gradients`, with an empty tensor for None.
+    """
+    kernels, gradients = declare(name, forward), declare(f"{name}_backward", backward)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.scale, ctx.chunk_size = inputs  # the last tensor is cu_seqlens
+        ctx.save_for_backward(*output[2:], *tensors)
+        ctx.mark_non_differentiable(*output[2:])
+
+    def grad(ctx: Any, do: Tensor, dfinal: Tensor, *_: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
             raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
-        q, k, v, beta, g_slow, g_fast, initial = ctx.saved_tensors
-        rest: Any = ((g_slow, g_fast), initial, *ctx.settings, do.contiguous(), dfinal.contiguous())
-        if beta is not None:
-            return *delta_backward.backward(q, k, v, beta, *rest), None, None
-        dq, dk, dv, *others = linear_backward.backward(q, k, v, *rest)
-        return dq, dk, dv, None, *others, None, None
+        saved = ctx.saved_tensors
+        found = gradients(do.contiguous(), dfinal.contiguous(), *saved, ctx.scale, ctx.chunk_size)
+        tensors = saved[-count - 1 : -1]
+        return *[None if x is None else d for x, d in zip(tensors, found, strict=True)], None, None, None
+
+    kernels.register_autograd(grad, setup_context=save)
 
 
-@torch.compiler.disable
-def run(call: Call) -> tuple[Tensor, Tensor]:
-    """Run a call with scalar decays: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
-    q, k, v = (call[name] for name in ("q", "k", "v"))
-    if {q.dtype, k.dtype, v.dtype} == MIXED:
-        q, k, v = q.float(), k.float(), v.float()
-    gates = (call.get("g_slow"), call.decay)
-    chunks = make_chunks(q, call.chunk_size, call.packing.cu_seqlens)
-    inputs = (q, k, v, call.get("beta"), *gates, call.first_state(torch.float32))
-    given = (None if x is None else x.contiguous() for x in inputs)
-    with torch.cuda.device_of(q):
-        return _Kernels.apply(*given, float(call.output_scale), chunks)
+def _present(*grads: Tensor | None) -> list[Tensor]:
+    """Gradients as an op returns them."""
+    first = next(x for x in grads if x is not None)
+    return [first.new_empty(0) if x is None else x for x in grads]
+
+
+def _linear(
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chunks, gates = make_chunks(q, chunk_size, cu_seqlens), (g_slow, g_fast)
+    states, carried = products(k, v, gates, chunks, 1.0, read=False)
+    final = scan(states, initial, carried, chunks, mode_of(*gates))
+    return outputs(q, k, v, gates, states, chunks, scale, like=v), final
+
+
+def _linear_backward(
+    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
+    initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
+    chunks = make_chunks(q, chunk_size, cu_seqlens)
+    return _present(*linear_backward.backward(q, k, v, (g_slow, g_fast), initial, scale, chunks, do, dfinal))
+
+
+def _delta(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chunks, gates = make_chunks(q, chunk_size, cu_seqlens), (g_slow, g_fast)
+    states, written, final = walk(k, solve(k, v, beta, gates, chunks, keep=False), gates, initial, chunks)
+    return outputs(q, k, written, gates, states, chunks, scale, like=v), final
+
+
+def _delta_backward(
+    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None,
+    g_fast: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
+    chunks = make_chunks(q, chunk_size, cu_seqlens)
+    return _present(*delta_backward.backward(q, k, v, beta, (g_slow, g_fast), initial, scale, chunks, do, dfinal))
+
+
+differentiable("triton_linear", 6, _linear, _linear_backward)
+differentiable("triton_delta", 7, _delta, _delta_backward)

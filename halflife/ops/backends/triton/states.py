@@ -37,6 +37,7 @@ from halflife.ops.backends.triton.gates import (
     tile,
     tuned,
 )
+from halflife.ops.backends.triton.launch import launch
 
 _SCAN_BLOCK = 512
 
@@ -201,12 +202,12 @@ def products(x: Tensor, y: Tensor, gates: Gates, chunks: Chunks, scale: float, r
     float32 (K' = 2K with two states), and the factors of states that pass each chunk `[n, H, 3]`
     (`gates.carry_weights`), which are not computed for `read`.
     """
-    key, (heads, value), mode, n = x.shape[-1], y.shape[2:], mode_of(*gates), len(chunks.chunks)
+    key, (heads, value), mode, n = x.shape[-1], y.shape[2:], mode_of(*gates), chunks.chunks.shape[0]
     out = x.new_empty(n, heads, key * (2 if mode == GATE_RANK else 1), value, dtype=torch.float32)
     carried = x.new_empty(n, heads, 3, dtype=torch.float32)
     bk, bv = block(key), block(value)
     if n * heads:
-        _products_kernel[n * heads, triton.cdiv(key, bk), triton.cdiv(value, bv)](
+        launch(_products_kernel, (n * heads, triton.cdiv(key, bk), triton.cdiv(value, bv)))(
             x, y, *gates, out, carried, chunks.chunks, scale, heads, heads // x.shape[2], key, value, chunks.size,
             mode, read, precision_of(x), bk, bv,
         )  # fmt: skip
@@ -222,7 +223,7 @@ def scan(states: Tensor, first: Tensor, carried: Tensor, chunks: Chunks, mode: i
     sequences, heads, rows, value = first.shape
     size = rows * value // (2 if mode == GATE_RANK else 1)
     if sequences * heads:
-        _scan_kernel[sequences * heads, triton.cdiv(size, _SCAN_BLOCK)](
+        launch(_scan_kernel, (sequences * heads, triton.cdiv(size, _SCAN_BLOCK)))(
             states, first, last, carried, chunks.sequences, heads, size, mode, back, _SCAN_BLOCK
         )
     return last
@@ -237,12 +238,12 @@ def outputs(
     S are the entering states. `back` computes the adjoint in U. Then u is the gradient of the outputs, and `states` are
     the gradients of the leaving states.
     """
-    out, n, key, (heads, value) = torch.empty_like(like), len(chunks.chunks), q.shape[-1], u.shape[2:]
+    out, n, key, (heads, value) = torch.empty_like(like), chunks.chunks.shape[0], q.shape[-1], u.shape[2:]
     bk, bv = block(key), block(value)
     if back:
         q, k = k, q
     if n * heads:
-        _outputs_kernel[n * heads, triton.cdiv(value, bv)](
+        launch(_outputs_kernel, (n * heads, triton.cdiv(value, bv)))(
             q, k, u, *gates, states, out, chunks.chunks, scale, heads, heads // q.shape[2], heads // k.shape[2], key,
             value, chunks.size, mode_of(*gates), back, precision_of(q), bk, bv,
         )  # fmt: skip

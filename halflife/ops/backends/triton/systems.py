@@ -40,6 +40,7 @@ from halflife.ops.backends.triton.gates import (
     tile,
     tuned,
 )
+from halflife.ops.backends.triton.launch import launch
 
 
 @triton.jit
@@ -191,12 +192,12 @@ class Solved(NamedTuple):
 
 def solve(k: Tensor, v: Tensor, beta: Tensor, gates: Gates, chunks: Chunks, keep: bool) -> Solved:
     """Invert the systems of all chunks. `keep` returns the inverses too, which the backward pass needs."""
-    key, (heads, value), mode, n = k.shape[-1], v.shape[2:], mode_of(*gates), len(chunks.chunks)
+    key, (heads, value), mode, n = k.shape[-1], v.shape[2:], mode_of(*gates), chunks.chunks.shape[0]
     x = torch.empty_like(v, dtype=torch.float32)
     y = k.new_empty(2 if mode == GATE_RANK else 1, *v.shape[:3], key, dtype=torch.float32)
     inverse = k.new_empty(*v.shape[:3], chunks.size, dtype=torch.float32) if keep else None
     if n * heads:
-        _solve_kernel[n * heads,](
+        launch(_solve_kernel, (n * heads,))(
             k, v, beta, *gates, x, y[0], y[-1], inverse, chunks.chunks, heads, heads // k.shape[2], key, value,
             chunks.size, mode, keep, precision_of(k), block(key), block(value),
         )  # fmt: skip
@@ -214,8 +215,8 @@ def empty_states(like: Tensor, chunks: Chunks) -> Tensor:
     A walk fills the states of chunks with tokens. The other chunks (at most one a sequence, all at the end, see
     `gates.make_chunks`) need finite numbers, so their states are set to 0.
     """
-    states = like.new_empty(len(chunks.chunks), *like.shape[1:])
-    states[-len(chunks.sequences) :].zero_()
+    states = like.new_empty(chunks.chunks.shape[0], *like.shape[1:])
+    states[-chunks.sequences.shape[0] :].zero_()
     return states
 
 
@@ -225,11 +226,11 @@ def walk(k: Tensor, solved: Solved, gates: Gates, initial: Tensor, chunks: Chunk
     All are float32 (K' = 2K with two states).
     """
     x, y, _ = solved
-    key, (heads, value), sequences = k.shape[-1], x.shape[2:], len(chunks.sequences)
+    key, (heads, value), sequences = k.shape[-1], x.shape[2:], chunks.sequences.shape[0]
     states, columns = empty_states(initial, chunks), walk_columns(key, value)
     written, final = torch.empty_like(x), torch.empty_like(initial)
     if sequences * heads:
-        _walk_kernel[sequences * heads, triton.cdiv(value, columns)](
+        launch(_walk_kernel, (sequences * heads, triton.cdiv(value, columns)))(
             k, x, y[0], y[-1], *gates, initial, final, states, written, chunks.chunks, chunks.sequences, heads,
             heads // k.shape[2], key, value, chunks.size, mode_of(*gates), precision_of(k), block(key, 256), columns,
         )  # fmt: skip
