@@ -5,7 +5,7 @@ import torch
 from helpers import assert_close, assert_raises, assert_same, assert_streams, cases, generator, slices
 
 from halflife import LanguageModel, layers, preset
-from halflife.layers.ska import clebsch_gordan
+from halflife.layers.parts import clebsch_gordan
 from halflife.ops import koopman_attention
 
 HIDDEN, LENGTH, HEADS = 16, 13, 2

@@ -1,14 +1,18 @@
 """SKA and Echo as the paper prints them, against its listings, in float64: Appendix F, Eqs. 11 to 13, §3.5, G.1."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_streams, cases, generator
+from helpers import add_noise, assert_close, assert_raises, assert_streams, cases, generator
 
 from halflife import LanguageModel, layers, preset
-from halflife.layers.ska import clebsch_gordan
+from halflife.lab.experiments import EXPERIMENTS
+from halflife.layers.parts import clebsch_gordan
 from halflife.ops.koopman import convert_state, koopman_attention
 from halflife.packing import Packing
+from halflife.runs.sweep import Cell
 
 HEADS, RANK, WIDTH, HIDDEN = 2, 5, 3, 16
 EXACT = 4 * 2e-9  # operators of few keys have the condition 1/ε
@@ -338,3 +342,115 @@ def test_koopman_mlp_with_a_clamped_modulus(gated):
     assert_close(mlp(x), mlp.read(turned), 1e-7)  # the parameters were float32 numbers
     start = layers.KoopmanMLP(8, 6, clamped=True).eigenvalues()
     assert_close(torch.hypot(*start), torch.ones(3), 1e-6)
+
+
+def layer_of(**options):
+    """A layer in float64 with noise in every parameter, and its input."""
+    layer = layers.build(
+        "ska", hidden_size=HIDDEN, num_heads=HEADS, rank=RANK, value_dim=WIDTH, chunk_size=3, query_init="own",
+        **options,
+    ).double()  # fmt: skip
+    return add_noise(layer, 0.5), torch.randn(2, 10, HIDDEN, dtype=torch.float64)
+
+
+def test_keys_of_unit_norm():
+    """Remark 5: every key and query is divided by its own norm, and the ridge is ε."""
+    layer, x = layer_of(normalization="token", power=2, mix="koopman", gamma=1.2)
+    q, k, v = (proj(x).unflatten(-1, (HEADS, -1)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    ones = torch.ones(2, HEADS)
+    y = by_chunk(appendix_f, q, k, v, torch.ones(2, 10), 3, ones, gamma=1.2, power=2) * layer.readout.eta.unsqueeze(-1)
+    assert_close(layer(x)[0], layer.out_proj(y.flatten(-2)), EXACT)
+    assert_streams(layer, x, EXACT)
+    with torch.no_grad():
+        layer.k_proj.weight.mul_(7)
+    assert_close(layer(x)[0], layer.out_proj(y.flatten(-2)), EXACT)
+
+
+def test_a_sigmoid_gate():
+    """The gate multiplies the projected output (§6.1, G.1) and streams."""
+    layer, x = layer_of(gate="sigmoid")
+    y = layer(x)[0]
+    plain = layers.build("ska", hidden_size=HIDDEN, num_heads=HEADS, rank=RANK, value_dim=WIDTH, chunk_size=3).double()
+    plain.query_init = "own"
+    plain.load_state_dict({name: w for name, w in layer.state_dict().items() if "gate_proj" not in name})
+    assert_close(y, plain(x)[0] * (x @ layer.gate_proj.weight.T + layer.gate_proj.bias).sigmoid(), EXACT)
+    assert_streams(layer, x, EXACT)
+
+
+@cases(
+    "base, attach",
+    ("mamba2", "instead"), ("mamba3_echo", "beside"),
+    pytest.param("mamba2", "beside", marks=pytest.mark.slow), pytest.param("mamba3_echo", "instead", marks=pytest.mark.slow),
+)  # fmt: skip
+def test_features_of_the_ssm(base, attach):
+    """SKA reads the queries, keys and values of the Mamba layer before it: C, B and x, and has no projections."""
+    experiment = EXPERIMENTS["echo-transfer"]()
+    settings = experiment.settings_at("smoke", {})
+    config = experiment.model(f"{base}+ska:K2-full-own-shared", settings)
+    config = dataclasses.replace(config, hybrid={**config.hybrid, "attach": attach})
+    model = add_noise(LanguageModel(config)).double()
+    place = min(config.hybrid["layers"])
+    block = model.blocks[place]
+    before, ska = (block.mixer, block.beside) if attach == "beside" else (model.blocks[place - 1].mixer, block.mixer)
+    assert {name for name, _ in ska.named_children()} == {"readout", "out_proj"}
+    read = []
+    ska.readout.register_forward_pre_hook(lambda _, given: read.append(given[:3]))
+    ids = torch.randint(config.vocab_size, (2, 9))
+    logits, _ = model(ids)
+    q, k, v = read[0]
+    assert q.shape == k.shape == (2, 9, settings.num_heads, config.hybrid["options"]["rank"])
+    assert v.shape[-1] == 2 * settings.hidden_size // settings.num_heads
+    given = []
+    handle = before.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    model(ids)
+    handle.remove()
+    xbc = before.in_proj(given[0]).split(before.splits, -1)[1]
+    x = before.conv(xbc, None, Packing(2, 9))[0][..., : v.shape[2] * v.shape[3]]
+    assert_close(v.flatten(-2), x, EXACT)
+    logits.square().sum().backward()
+    idle = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
+    norms = {f"blocks.{layer}.mixer_norm.weight" for layer in config.hybrid["layers"]}
+    assert idle == (norms if attach == "instead" else set())  # the layer reads no input of its own
+    with torch.no_grad():
+        first, state = model(ids[:, :5])
+        assert_close(torch.cat([first, model(ids[:, 5:], state)[0]], 1), logits, EXACT)
+
+
+def test_features_of_no_ssm():
+    layer, x = layer_of(features="mixer")
+    assert_raises(ValueError, "Mamba layer before this one that has share_features=True", layer, x)
+    shared = {"ssm_query": x[..., :4].unsqueeze(2), "ssm_key": x[..., :4].unsqueeze(2), "ssm_value": x.unsqueeze(2)}
+    assert_raises(ValueError, r"2 heads, keys of 5 \(rank\) and values of 3", lambda: layer(x, shared=shared))
+    assert_raises(
+        ValueError, "without lift and conv_size", layers.build, "ska", hidden_size=16, features="mixer",
+        query_init="own", conv_size=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "own"),
+    [
+        ("echo-transfer", "mamba2+ska", "rms"), ("echo-mqar", "mamba2+ska_paper:4x64", "rms"),
+        ("echo-tiers", "cg-ska-1.5:toolcalling-easy", "layer"),
+    ],
+)  # fmt: skip
+def test_a_norm_of_choice(name, model, own):
+    experiment = EXPERIMENTS[name]()
+    for norm in ("rms", "layer"):
+        settings = experiment.settings_at("smoke", {"overrides": {} if norm == own else {"model.norm": norm}})
+        assert experiment.configure(settings, Cell(model, 1e-3, 0)).model.norm == norm
+
+
+@pytest.mark.parametrize("name", ["cg-ska-1.5-gated", "cg-ska-1.5-token", "ska-1.5-shared"])
+def test_what_failed_in_the_tiers(name):
+    experiment = EXPERIMENTS["echo-tiers"]()
+    config = experiment.configure(experiment.settings_at("smoke", {}), Cell(f"{name}:toolcalling-easy", 1e-3, 0)).model
+    plain = experiment.configure(
+        experiment.settings_at("smoke", {}), Cell(f"{name.rpartition('-')[0]}:toolcalling-easy", 1e-3, 0)
+    ).model
+    ids = torch.randint(128, (1, 9))
+    models = [LanguageModel(one) for one in (config, plain)]
+    assert all(model(ids)[0].isfinite().all() for model in models)
+    counts = [model.num_parameters() for model in models]
+    assert (counts[0] == counts[1]) == name.endswith("token")

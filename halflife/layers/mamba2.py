@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from halflife.layers import ssm_features
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run, StepDecay, check_gain
@@ -55,6 +56,7 @@ class Mamba2(HasMemory, Mixer):
         norm_per_head: whether that norm takes each head alone. By default it takes all heads of a group together, so
             that a head whose state grows shrinks the others.
         norm_eps: eps of that norm.
+        share_features: whether later layers may read C, B and x (`features` of SKA).
 
     Raises:
         ValueError: a number of heads or groups does not divide, the decay has no step size, the norm is unknown, or
@@ -77,8 +79,10 @@ class Mamba2(HasMemory, Mixer):
         output_norm: str = "after_gate",
         norm_per_head: bool = False,
         norm_eps: float = 1e-5,
+        share_features: bool = False,
     ) -> None:
         super().__init__()
+        self.share_features = share_features
         if stretch_gain:
             check_gain(decay.post, delta=False)
         num_heads = place.num_heads
@@ -106,6 +110,8 @@ class Mamba2(HasMemory, Mixer):
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = query.unflatten(-1, (self.num_groups, -1)), key.unflatten(-1, (self.num_groups, -1))
+        if self.share_features:
+            ssm_features.pass_on(shared, q, k, values)
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch.exp()

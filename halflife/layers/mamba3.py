@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay import Decay, DecayParts
+from halflife.layers import ssm_features
 from halflife.layers.mamba2 import Skip
 from halflife.layers.memory.choice import HasMemory, OneOrGateRank, one_state
 from halflife.layers.memory.mimo import MIMO
@@ -237,6 +238,7 @@ class EchoMamba3(Mixer):
         expand: inner width divided by hidden_size.
         state_size: K, rows of the state of a head, which must be even.
         conv_size: taps of the short convolution.
+        share_features: whether later layers may read q, k and x (`features` of SKA).
 
     The state is `Mamba3`'s without GateRank, and `conv`.
 
@@ -244,8 +246,12 @@ class EchoMamba3(Mixer):
         ValueError: the number of heads does not divide, or the state size is odd.
     """
 
-    def __init__(self, place: Place, run: Run, *, expand: int = 2, state_size: int = 16, conv_size: int = 4) -> None:
+    def __init__(
+        self, place: Place, run: Run, *, expand: int = 2, state_size: int = 16, conv_size: int = 4,
+        share_features: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.share_features = share_features
         check_pairs(state_size)
         num_heads = self.num_heads = place.num_heads
         self.head_dim = place.head_size(expand)
@@ -267,6 +273,8 @@ class EchoMamba3(Mixer):
         angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), packing)
         q, k = turn_both(c, b, angle)
         v, end = v.unflatten(-1, (self.num_heads, -1)), trapezoid.sigmoid()
+        if self.share_features:
+            ssm_features.pass_on(shared, q, k, v)
         y, memory = integrate(one_state, x, q, k, v, g, step, end, state, packing, **self.op_options)
         y = y.flatten(-2) * F.silu(z)
         y = self.out_proj(y.half() if x.dtype == torch.float16 else y)

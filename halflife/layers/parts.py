@@ -286,3 +286,13 @@ def set_backend(module: Module, backend: str) -> Module:
             if hasattr(part, name):
                 setattr(part, name, value)
     return module
+
+
+def clebsch_gordan(x: Tensor) -> Tensor:
+    """Map n pairs `[…, 2 n]`, read as complex numbers z, to `[|z|², Re z², Im z²]`, `[…, 3 n]` (Echo, Appendix B).
+
+    If a pair is rotated by θ, as rotary positions do, the first third stays and the other two are rotated by 2θ.
+    """
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = real.square(), imaginary.square()
+    return torch.cat([a + b, a - b, 2 * real * imaginary], -1)

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from halflife.layers import ssm_features
 from halflife.layers.decay_gate import DecayGate
 from halflife.layers.init import drawn, orthogonal, reset, uniform
 from halflife.layers.mixer import LAYERS, Shared, State, unpad
 from halflife.layers.options import DecayChoice, Place, Run
-from halflife.layers.parts import ShortConv
+from halflife.layers.parts import ShortConv, clebsch_gordan
+from halflife.ops.fused import l2_normalize
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, compute_dtype
@@ -67,16 +69,6 @@ class Readout(Float32Module):
         return result._replace(y=result.y * self.eta.unsqueeze(-1).to(result.y.dtype))
 
 
-def clebsch_gordan(x: Tensor) -> Tensor:
-    """Map n pairs `[…, 2 n]`, read as complex numbers z, to `[|z|², Re z², Im z²]`, `[…, 3 n]` (Echo, Appendix B).
-
-    If a pair is rotated by θ, as rotary positions do, the first third stays and the other two are rotated by 2θ.
-    """
-    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-    a, b = real.square(), imaginary.square()
-    return torch.cat([a + b, a - b, 2 * real * imaginary], -1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SumDecay(DecayChoice):
     """The decay of the sums; None is the paper's.
@@ -125,9 +117,12 @@ class SKA(DecayGate):
         decode_refresh: the same for a call with a state and one token a sequence in evaluation mode; None means
             `refresh`. The paper trains by chunk and decodes by token. The first token after a change begins a chunk.
         normalization: "causal", "trace", "sequence" or "paper" (`ops.koopman_attention`). In the last two information
-            flows from future tokens.
+            flows from future tokens. With "token" every key and query is divided by its own norm (Remark 5).
         operator: "whitened", or "main_text" (`ops.koopman_attention`).
         eta_init: initial η.
+        features: "own" projections; or "mixer", the keys, queries and values of the nearest Mamba layer before, which
+            needs `share_features` (§6.1: "degrades both").
+        gate: "none", or "sigmoid", `σ(x W_g + b)` on every channel of y (§6.1: "failed"; the paper gives no formula).
 
     Raises:
         ValueError: a name is unknown, the heads do not divide the hidden size, or a size does not fit.
@@ -136,6 +131,8 @@ class SKA(DecayGate):
     MIXES = ("koopman", "ridge", "learned", "powers")
     QUERY_INITS = ("key", "own")
     LIFTS = ("none", "cg", "cg_projected")
+    FEATURES = ("own", "mixer")
+    OUTPUT_GATES = ("none", "sigmoid")
     reads_action_mask = True
 
     def __init__(
@@ -160,8 +157,16 @@ class SKA(DecayGate):
         decode_refresh: str | None = None,
         operator: str = "whitened",
         eta_init: float = 1.5,
+        features: str = "own",
+        gate: str = "none",
     ) -> None:
         super().__init__()
+        check_choice("features", features, self.FEATURES)
+        check_choice("gate", gate, self.OUTPUT_GATES)
+        if features == "mixer" and (query_init, lift, conv_size) != ("own", "none", 0):
+            raise ValueError("features 'mixer' are read as they are: query_init is 'own', without lift and conv_size")
+        self.unit_keys = normalization == "token"
+        normalization = "causal" if self.unit_keys else normalization  # the largest norm of unit keys is 1
         check_choice("mix", mix, self.MIXES)
         check_choice("query_init", query_init, self.QUERY_INITS)
         check_choice("lift", lift, self.LIFTS)
@@ -181,8 +186,8 @@ class SKA(DecayGate):
         hidden_size, num_heads = place.hidden_size, place.num_heads
         self.num_heads, width = num_heads, value_dim or place.head_size()
         sizes = {"none": rank, "cg": 2 * rank // 3, "cg_projected": rank + rank % 2}
-        self.lift, features = lift, num_heads * sizes[lift]
-        self.query_init = query_init
+        self.lift, size = lift, num_heads * sizes[lift]
+        self.query_init, self.features, self.rank = query_init, features, rank
         self.initial = {
             "phi": orthogonal, "q_proj": uniform(0) if query_init == "key" else orthogonal, "k_proj": orthogonal,
             "out_proj": uniform(0),
@@ -193,15 +198,17 @@ class SKA(DecayGate):
             "power": power, "ridge": ridge, "chunk_size": run.chunk_size, "refresh": refresh,
             "normalization": normalization, "operator": operator,
         }  # fmt: skip
-        self.q_proj = drawn(hidden_size, features, self.initial["q_proj"])
-        self.k_proj = drawn(hidden_size, features, self.initial["k_proj"])
-        self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
-        self.splits = [features, features, num_heads * width]
+        self.splits = [size, size, num_heads * width]
+        if features == "own":
+            self.q_proj = drawn(hidden_size, size, self.initial["q_proj"])
+            self.k_proj = drawn(hidden_size, size, self.initial["k_proj"])
+            self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
         self.add_decay(decay, place, head_dim=rank, granularity=decay.granularity, rank=hidden_size // num_heads)
         self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if beta else None
         self.readout = Readout(num_heads, mix, eta_init, power, gamma)
         self.out_proj = drawn(num_heads * width, hidden_size, self.initial["out_proj"])
+        self.gate_proj = nn.Linear(hidden_size, hidden_size) if gate == "sigmoid" else None
 
     def reset_parameters(self) -> None:
         """Draw all parameters of the layer again."""
@@ -224,14 +231,7 @@ class SKA(DecayGate):
         return super().forward(x, state, cu_seqlens, attention_mask, shared)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        parts, others = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], {}
-        if self.query_init == "key":
-            parts[0] = parts[0] + parts[1]
-        if self.conv is not None:
-            joined, others["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), packing)
-            parts = joined.split(self.splits, -1)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
-        q, k = self.lifted(q, x.dtype), self.lifted(k, x.dtype)
+        q, k, v, others = self.heads(x, state, packing, shared)
         weights, decayed = self.weights(x, state, packing)
         others |= decayed
         before = {name: part for name, part in state.items() if name not in ("position", "conv", "decay")} or None
@@ -243,7 +243,28 @@ class SKA(DecayGate):
         else:
             y, new = self.read_whole(q, k, v, weights, mask, packing)
         y = y.flatten(-2)
-        return self.out_proj(y.half() if x.dtype == torch.float16 else y), {**new, **others}
+        y = self.out_proj(y.half() if x.dtype == torch.float16 else y)
+        return y if self.gate_proj is None else y * self.gate_proj(x).sigmoid(), {**new, **others}
+
+    def heads(
+        self, x: Tensor, state: State, packing: Packing, shared: Shared | None
+    ) -> tuple[Tensor, Tensor, Tensor, State]:
+        """Queries and keys `[B, T, H, R]`, values `[B, T, H, P]`, and the state of the short convolution, if any."""
+        new = {}
+        if self.features == "mixer":
+            q, k, v = ssm_features.taken(shared, x.shape[:2], self.num_heads, self.rank, self.splits[-1])
+        else:
+            parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+            if self.query_init == "key":
+                parts[0] = parts[0] + parts[1]
+            if self.conv is not None:
+                joined, new["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), packing)
+                parts = joined.split(self.splits, -1)
+            q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
+            q, k = self.lifted(q, x.dtype), self.lifted(k, x.dtype)
+        if self.unit_keys:
+            q, k = (l2_normalize(part.to(ROOMY[part.dtype]), eps=1e-24, backend=self.pass_backend) for part in (q, k))
+        return q, k, v, new
 
     def weights(self, x: Tensor, state: State, packing: Packing) -> tuple[dict[str, Tensor], State]:
         """The op's `g [B, T, H]` or `[B, T, H, R]` and `beta [B, T, H]`, if any, and the state of the decay."""

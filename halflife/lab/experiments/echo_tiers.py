@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
+from halflife.lab.experiments.echo import with_shared_features
 from halflife.models import ModelConfig, preset
 from halflife.models.presets.modifiers import SKA_PAPER
 from halflife.registry import check_choice
@@ -23,6 +24,12 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "cg-ska-2.5": {"lift": "cg_projected", "eta_init": 2.5},
     "ska-1.5": {"eta_init": 1.5},
     "ska-2.5": {"eta_init": 2.5},
+}
+# What the paper says failed (§6.1, G.1, Remark 5).
+FAILED: dict[str, dict[str, Any]] = {
+    "cg-ska-1.5-gated": {"lift": "cg_projected", "eta_init": 1.5, "gate": "sigmoid"},
+    "cg-ska-1.5-token": {"lift": "cg_projected", "eta_init": 1.5, "normalization": "token"},
+    "ska-1.5-shared": {"eta_init": 1.5, "features": "mixer"},
 }
 TEXT_TASKS = ("toolcalling", "economy", "amnesia")
 # "task-tier" → the task and its settings.
@@ -64,7 +71,9 @@ class EchoTiers(Experiment):
     Departures: bfloat16 in the place of float16. The sizes for `economy` are those of tool calls, because Table 5 does
     not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`. Figure 3 says 400k parameters; the
     models of `amnesia` have 612,288, and 687,760 with SKA and the lift. The heads of Mamba-3 have 64 and 48 numbers,
-    twice the d/H of Table 5, because its inner width is 2 d.
+    twice the d/H of Table 5, because its inner width is 2 d. `--set model.norm=rms` takes the LayerNorm's place.
+
+    Further variants have what the paper says failed: `cg-ska-1.5-gated`, `cg-ska-1.5-token` and `ska-1.5-shared`.
     """
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
@@ -92,20 +101,20 @@ class EchoTiers(Experiment):
 
     def model(self, name: str, task: str, settings: TierSettings) -> ModelConfig:
         """The model of a variant for a task."""
-        check_choice("model of echo-tiers", name, VARIANTS)
+        check_choice("model of echo-tiers", name, VARIANTS | FAILED)
         amnesia = task == "amnesia"
         depth, heads = (settings.amnesia_layers,) * 2 if amnesia else (settings.num_layers, settings.num_heads)
         config = preset(
             "mamba3_echo", hidden_size=settings.hidden_size, num_layers=depth, vocab_size=128, num_heads=heads,
             norm="layer", mixer_options={"chunk_size": settings.chunk_size},
         )  # fmt: skip
-        options = VARIANTS[name]
+        options = (VARIANTS | FAILED)[name]
         if options is None:
             return config
         printed = {name: value for name, value in SKA_PAPER.items() if name != "decode_refresh"}
         own = {**printed, "mode": "masked", "num_heads": heads, "rank": settings.rank, **options}
         hybrid = {"mixer": "ska", "options": own, "layers": [depth - 2, depth - 1]}
-        return dataclasses.replace(config, hybrid={**hybrid, "attach": "beside"})
+        return with_shared_features(dataclasses.replace(config, hybrid={**hybrid, "attach": "beside"}))
 
     def summary(self, folder: Path, rows: Rows) -> str:
         return in_distribution(rows)

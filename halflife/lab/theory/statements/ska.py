@@ -26,7 +26,7 @@ from halflife.lab.theory.statements import ska_filter
 from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
 from halflife.lab.theory.statements.ska_filter import DRAWS, EPSILON, RANK
 from halflife.layers.mlp import ClampedEigenvalues
-from halflife.layers.ska import clebsch_gordan
+from halflife.layers.parts import clebsch_gordan
 from halflife.ops import koopman_attention
 
 TOKENS, WIDTH = 40, 8
