@@ -381,7 +381,8 @@ def test_a_sigmoid_gate():
 @cases(
     "base, attach",
     ("mamba2", "instead"), ("mamba3_echo", "beside"),
-    pytest.param("mamba2", "beside", marks=pytest.mark.slow), pytest.param("mamba3_echo", "instead", marks=pytest.mark.slow),
+    pytest.param("mamba2", "beside", marks=pytest.mark.slow),
+    pytest.param("mamba3_echo", "instead", marks=pytest.mark.slow),
 )  # fmt: skip
 def test_features_of_the_ssm(base, attach):
     """SKA reads the queries, keys and values of the Mamba layer before it: C, B and x, and has no projections."""
