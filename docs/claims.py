@@ -21,7 +21,7 @@ name:
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number per seed
     perplexity_over(file, model, base, length)    the quotient of two of them, of every seed that both have
     loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number per seed
-    step(file, model, length)  seconds of a training step, from `halflife throughput`
+    step(file, model, length)  seconds of a training step, from `halflife throughput`; timed(file) is what was timed
     op(file, name, length)     seconds of an op with its backward pass, from `make gpu`
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
@@ -283,6 +283,10 @@ class Files:
         (row,) = (row for row in data.models if row.model == model)
         return float(row.seconds[list(data.lengths).index(length)])
 
+    def timed(self, name: str) -> str:
+        """What a file of `halflife throughput` has timed; earlier ones do not say that it was a training step."""
+        return str(self.json(name).get("timed", "training step"))
+
     def op(self, name: str, op: str, length: int) -> float:
         """Seconds of an op forward and backward: `name` is a file of `make gpu`."""
         (row,) = (row for row in self.json(name).ops if row.get("name") == op and row.get("T") == length)
@@ -340,7 +344,7 @@ class Files:
         )  # fmt: skip
         read = (
             "accuracy", "best_median", "decays", "learned", "loss_above", "loss_from", "mark", "measured", "medians",
-            "op", "parameters", "perplexity", "perplexity_over", "step", "timescales",
+            "op", "parameters", "perplexity", "perplexity_over", "step", "timed", "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:

@@ -219,7 +219,7 @@ def test_steps_by_length(tmp_path, capsys):
         "--num-heads", "1", "--rounds", "1", "--device", "cpu", "--output", str(tmp_path),
     ])  # fmt: skip
     result = json.loads((tmp_path / "throughput.json").read_text())
-    assert result["lengths"] == [8, 32]
+    assert (result["lengths"], result["timed"]) == ([8, 32], "training step")
     for row in result["models"]:
         for seconds, speed, tokens in zip(row["seconds"], row["tokens_per_second"], (16, 32), strict=True):
             assert speed == pytest.approx(tokens / seconds)
@@ -227,6 +227,20 @@ def test_steps_by_length(tmp_path, capsys):
     assert [line.split(",")[:2] for line in lines[1:]] == [[name, length] for name in models for length in ("8", "32")]
     assert "faster from" in capsys.readouterr().out
     assert (tmp_path / "throughput.png").stat().st_size > 5_000
+
+
+def test_a_forward_pass_alone(tmp_path, capsys):
+    """PoST's overhead (§5.2): the logits of evaluation, without a gradient or an optimiser."""
+    model, ids = small(), tokens(2, 9)
+    logits = throughput.forward_pass(model)(ids)
+    assert torch.equal(logits, small().eval()(ids)[0])
+    assert not (logits.requires_grad or model.training)
+    assert throughput.forward_pass(model, bf16=True)(ids).dtype == torch.bfloat16
+    command = ["throughput", "mamba2", "mamba2+post", "--lengths", "8", "--tokens", "16", "--hidden-size", "16"]
+    sizes = ["--num-layers", "1", "--num-heads", "2", "--rounds", "1", "--device", "cpu", "--output", str(tmp_path)]
+    main([*command, *sizes, "--forward"])
+    assert json.loads((tmp_path / "throughput.json").read_text())["timed"] == "forward pass"
+    assert "a forward pass, ms" in capsys.readouterr().out
 
 
 def test_the_length_from_which_a_model_is_faster():

@@ -88,6 +88,18 @@ def train_step(
     return step
 
 
+def forward_pass(model: nn.Module, *, bf16: bool = False) -> Callable[[Tensor], Tensor]:
+    """Return a function that gives the logits of `ids [B, T]` without a gradient; the model is in evaluation mode."""
+    model.eval()
+
+    @torch.no_grad()
+    def read(ids: Tensor) -> Tensor:
+        with fast_linears(model), torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+            return model(ids)[0]
+
+    return read
+
+
 def measure_steps(
     models: Sequence[str],
     lengths: Sequence[int],
@@ -101,8 +113,9 @@ def measure_steps(
     bf16: bool = False,
     rounds: int = 3,
     seconds: float = 0.0,
+    forward: bool = False,
 ) -> dict[str, Any]:
-    """Measure the time of a training step of whole models at some lengths (GateRank, Figure 5).
+    """Measure the time of a training step of whole models at some lengths (GateRank, Figure 5), or of a forward pass.
 
     Args:
         models: names of presets, `base[+modifier…]`.
@@ -112,9 +125,10 @@ def measure_steps(
         device: a device of torch.
         bf16: whether to use mixed precision.
         rounds, seconds: as in `interleaved`, for each length.
+        forward: whether to time a forward pass alone, without gradients (PoST, §5.2).
 
     Returns:
-        The settings, and "models", `[{"model", "parameters", "seconds": [one a length], "tokens_per_second": […]}]`.
+        The settings, "timed", which is "training step" or "forward pass", and "models", `[{"model", "parameters", "seconds": [one a length], "tokens_per_second": […]}]`.
         The numbers are None where a step does not fit into the memory of an accelerator.
 
     Raises:
@@ -127,7 +141,8 @@ def measure_steps(
         raise ValueError("name at least one length in tokens, at least 2: --lengths 1024 4096; and tokens of 1 or more")
     sizes: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size}
     built = {name: LanguageModel(preset(name, num_heads=num_heads, **sizes)).to(device) for name in models}
-    steps = {name: train_step(model, bf16=bf16) for name, model in built.items()}
+    timed = forward_pass if forward else train_step
+    steps = {name: timed(model, bf16=bf16) for name, model in built.items()}
     lengths = sorted(set(lengths))
     times: dict[str, list[float | None]] = {name: [] for name in models}
     for length in lengths:
@@ -144,7 +159,7 @@ def measure_steps(
     read = [max(1, tokens // length) * length for length in lengths]
     return {
         **sizes, "num_heads": num_heads, "device": device_name(device), "dtype": "bfloat16" if bf16 else "float32",
-        "tokens": tokens, "lengths": lengths,
+        "timed": "forward pass" if forward else "training step", "tokens": tokens, "lengths": lengths,
         "models": [
             {
                 "model": name, "parameters": built[name].num_parameters(), "seconds": times[name],

@@ -12,7 +12,7 @@ from tyro.conf import Positional
 class Throughput:
     """Measure the time of a training step of whole models by length, on the CPU or a GPU, and plot it.
 
-    A step is forward, backward and AdamW. The models take turns, and the median is shown. If `llama` is among the
+    A step is forward, backward and AdamW, or the forward pass alone with `--forward`. The models take turns, and the median is shown. If `llama` is among the
     models, "faster from" is the shortest measured length from which on a model is faster than softmax attention.
     Files: throughput.png, throughput.svg, throughput.json, throughput.csv.
 
@@ -35,6 +35,8 @@ class Throughput:
     """Heads of a layer. Default: the choice of each architecture."""
     vocab_size: int = 256
     """Vocabulary."""
+    forward: bool = False
+    """Time the forward pass alone, without gradients."""
     bf16: bool = False
     """Mixed precision."""
     device: str | None = None
@@ -61,7 +63,7 @@ class Throughput:
         result = measure_steps(
             self.models, self.lengths, tokens=self.tokens, hidden_size=self.hidden_size, num_layers=self.num_layers,
             num_heads=self.num_heads, vocab_size=self.vocab_size, device=device, bf16=self.bf16,
-            rounds=self.rounds, seconds=self.seconds,
+            rounds=self.rounds, seconds=self.seconds, forward=self.forward,
         )  # fmt: skip
         show(*throughput_tables(result))
         output = self.output or new_folder("throughput")

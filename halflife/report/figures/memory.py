@@ -64,15 +64,15 @@ def size_ticks(low: float, high: float, most: int = MAX_TICKS) -> dict[float, st
 
 
 def step_times(result: dict[str, Any]) -> FigureData:
-    """Milliseconds of a training step against the length of a sequence (both log), for each model.
+    """Milliseconds of a training step or forward pass against the length of a sequence (both log), for each model.
 
-    `result` is that of `evaluation.throughput.measure_steps`.
+    `result` is that of `evaluation.throughput.measure_steps`. Earlier ones do not say what was timed.
     """
-    series = []
+    series, timed = [], result.get("timed", "training step")
     for row, style in zip(result["models"], model_styles([x["model"] for x in result["models"]]).values(), strict=True):
         milliseconds = [math.nan if x is None else 1e3 * x for x in row["seconds"]]
         series.append(Series(row["model"], row["model"], style, result["lengths"], milliseconds))
     title = f"{result['device']}, {result['dtype']}, {result['tokens']:,} tokens or one sequence"
     x = Axis("tokens of a sequence", log=True, ticks={length: f"{length:,}" for length in result["lengths"]})
-    panel = Panel(title, x, Axis("a training step (ms)", log=True), series)
+    panel = Panel(title, x, Axis(f"a {timed} (ms)", log=True), series)
     return FigureData("throughput", "Training steps", [panel], size=(PAGE_WIDTH, 3.6))

@@ -14,7 +14,7 @@ SOFTMAX = "llama"
 
 
 def throughput_tables(result: dict[str, Any]) -> Iterator[Table]:
-    """Milliseconds of a step, and tokens/s, of each model at each length.
+    """Milliseconds of a step or a forward pass, and tokens/s, of each model at each length.
 
     `result` is that of `evaluation.throughput.measure_steps`.
     """
@@ -24,7 +24,7 @@ def throughput_tables(result: dict[str, Any]) -> Iterator[Table]:
     if firsts:
         note += f"\nfaster from: the first of these lengths from which on a model is faster than {SOFTMAX}."
     for title, key, scale, form, below in (
-        ("a training step, ms", "seconds", 1e3, ",.1f", ""),
+        (f"a {result.get('timed', 'training step')}, ms", "seconds", 1e3, ",.1f", ""),
         ("tokens/s", "tokens_per_second", 1, ",.0f", note),
     ):
         rows = []
