@@ -15,6 +15,7 @@ import math
 import os
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ ROOT = FOLDER.parent
 sys.path[:0] = [str(FOLDER), str(ROOT)]
 
 import offline_code  # noqa: E402
+import offline_fla  # noqa: E402
 import offline_kernels  # noqa: E402
 import offline_models  # noqa: E402
 import offline_page  # noqa: E402
@@ -44,6 +46,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 PARTS = (
     "versions", "rates", "sources", "kernels", "facts", "missed_today", "ops", "ops_today", "models", "models_today",
+    "fla",
 )  # fmt: skip
 
 
@@ -201,6 +204,9 @@ def compile_all(data: dict[str, Any]) -> None:
     import triton
 
     now, versions = sources(), {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
+    versions["fla-core"] = metadata.version("fla-core")
+    if any(data["versions"].get(name) != versions[name] for name in ("triton", "fla-core")):
+        data["fla"] = {}
     same = data["versions"].get("triton") == versions["triton"]
     old = {name: row for name, row in data["kernels"].items()
            if same and now.get(kernel_of(name)) == data["sources"].get(kernel_of(name))}  # fmt: skip
@@ -297,7 +303,9 @@ def main() -> None:
         new = [name for name in now if name not in old] if part == "ops_today" and old else []
         complaints += more(now, old) + [f"{name}: misses its bytes now" for name in new]
         data[part] = least({name: row for name, row in now.items() if name not in new}, old)
+    data["fla"] = data["fla"] or offline_fla.rows(roofs["copy"])
     write(data)
+    offline_fla.write_choice(data)
     offline_page.write(data, ROOT)
     print(offline_page.rows(data))
     if complaints:

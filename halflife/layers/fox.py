@@ -1,4 +1,4 @@
-"""Forgetting attention."""
+"""Forgetting attention: softmax attention whose scores carry the log-decay between two tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from halflife.layers.init import zero_bias
 from halflife.layers.mixer import LAYERS, State
 from halflife.layers.options import Place
 from halflife.layers.parts import DecayProjection
-from halflife.precision import compute_dtype
+from halflife.ops.backends import fla
+from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.chunked.decays import FLOOR
+from halflife.ops.spec import define
+from halflife.precision import compute_dtype, wide
 
 MAX_WEIGHTS = 1 << 25  # weights of the softmax in memory at once, over all rows and heads
 
@@ -41,23 +45,63 @@ class ForgettingAttention(Attention):
         return {"keys": k, "values": v, "forget": self.decay(self.decay_proj(x))}
 
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
-        dtype, length = compute_dtype(q), q.shape[1]
-        total = cache["forget"].cumsum(1).transpose(1, 2)  # [N, H, S]
-        queries, k, v = (x.to(dtype).transpose(1, 2) for x in (q, cache["keys"], cache["values"]))
+        tensors = (q, cache["keys"], cache["values"], cache["forget"])
         if at is None:
-            at = torch.arange(length, device=q.device).expand(len(q), -1)
-        at_once = max(1, MAX_WEIGHTS // max(1, total.numel()))
-        read = []
-        for start in range(0, max(length, 1), at_once):
-            rows = slice(start, start + at_once)
-            seen = total.shape[-1] if visible is not None else min(start + at_once, length)
-            place = at[:, rows].clamp(max=max(total.shape[-1] - 1, 0)).unsqueeze(1).expand(-1, self.num_heads, -1)
-            bias = total.gather(2, place).unsqueeze(-1) - total[:, :, None, :seen]
-            mask = torch.arange(seen, device=q.device) <= at[:, rows, None] if visible is None else visible[:, rows]
-            scores = _by_group(queries[:, :, rows], k[:, :, :seen].mT) * self.head_dim**-0.5 + bias
-            weights = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1)
-            read.append(_by_group(weights, v[:, :, :seen]))
-        return torch.cat(read, 2).transpose(1, 2).to(cache["values"].dtype)
+            return forgetting_attention(*tensors, backend=self.pass_backend)
+        return read_cache(*tensors, at, visible)
+
+
+define("forgetting_attention", q="B T H K", k="B T G K", v="B T G V", g="B T H", log_decays=["g"])
+implements("forgetting_attention", "fla", fla.forgetting_attention, why_not=fla.why_not_forgetting)
+
+
+def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, backend: str = "auto") -> Tensor:
+    """Causal attention of whole sequences with log-decays `g [B, T, H]`; head h reads group h // (H / G).
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, G, K]`.
+        v: values `[B, T, G, V]`.
+        g: log-decay ≤ 0, `[B, T, H]`. −inf hides all earlier tokens.
+        backend: "auto", or one of `available_backends("forgetting_attention")`.
+
+    Returns:
+        `o [B, T, H, V]` in v's dtype.
+    """
+    return run_pass("forgetting_attention", backend, (q, k, v, g))
+
+
+@implements("forgetting_attention", "chunked", traceable=True)
+@implements("forgetting_attention", "reference", traceable=True)
+def _expression(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    return read_cache(q, k, v, g, torch.arange(q.shape[1], device=q.device).expand(len(q), -1), None)
+
+
+def read_cache(q: Tensor, k: Tensor, v: Tensor, g: Tensor, at: Tensor, visible: Tensor | None) -> Tensor:
+    """The attention of queries to a cache of S tokens, a part of the queries at a time, `[N, T, H, V]`.
+
+    Args:
+        q: queries `[N, T, H, K]`.
+        k, v: keys and values of the cache `[N, S, G, K]`.
+        g: log-decays of the cache `[N, S, H]`.
+        at: index in the cache of each query's token, `[N, T]`.
+        visible: which tokens a query sees, `[N, T, S]`. None means that S = T and attention is causal.
+    """
+    dtype, length, heads = compute_dtype(q), q.shape[1], q.shape[2]
+    total = wide(g).clamp(min=FLOOR[dtype]).cumsum(1).transpose(1, 2)  # [N, H, S]
+    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    at_once = max(1, MAX_WEIGHTS // max(1, total.numel()))
+    read = []
+    for start in range(0, max(length, 1), at_once):
+        rows = slice(start, start + at_once)
+        seen = total.shape[-1] if visible is not None else min(start + at_once, length)
+        place = at[:, rows].clamp(max=max(total.shape[-1] - 1, 0)).unsqueeze(1).expand(-1, heads, -1)
+        bias = (total.gather(2, place).unsqueeze(-1) - total[:, :, None, :seen]).to(dtype)
+        mask = torch.arange(seen, device=q.device) <= at[:, rows, None] if visible is None else visible[:, rows]
+        scores = _by_group(queries[:, :, rows], keys[:, :, :seen].mT) * q.shape[-1] ** -0.5 + bias
+        weights = scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1)
+        read.append(_by_group(weights, values[:, :, :seen]))
+    return torch.cat(read, 2).transpose(1, 2).to(v.dtype)
 
 
 def _by_group(rows: Tensor, matrices: Tensor) -> Tensor:

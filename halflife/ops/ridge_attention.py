@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.arguments import is_traced
-from halflife.ops.backends import native, triton
+from halflife.ops.backends import fla, native, triton
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import Call
 from halflife.ops.chunked.groups import each_head, weigh
@@ -63,7 +63,7 @@ def ridge_attention(
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
         chunk_size: passed to `linear_attention`.
         backend: "auto"; "chunked", "native" or "triton" for conjugate gradients on `linear_attention` by that backend;
-            or "reference", a loop over tokens with exact solves.
+            "fla", which takes all `iterations`; or "reference", a loop over tokens with exact solves.
 
     Returns:
         `y [B, T, H, V]` in v's dtype, and the final sums (float32, or float64 for float64 inputs), or None.
@@ -145,6 +145,7 @@ def _diagonals(call: Call, gram: Tensor, backend: str) -> Tensor:
     return sums + call["ridge"]
 
 
+implements("ridge_attention", "fla", fla.ridge_attention, why_not=fla.why_not)
 for _name, _why_not in (("triton", triton.why_not), ("native", native.why_not), ("chunked", None)):
     implements("ridge_attention", _name, partial(_solve, backend=_name), why_not=_why_not, steps=True)
 

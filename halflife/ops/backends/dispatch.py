@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.arguments import is_transformed
+from halflife.ops.backends.choice import ORDER, order
 from halflife.ops.call import Call
 from halflife.ops.spec import OPS, Implementation
 from halflife.precision import without_autocast
@@ -30,7 +31,6 @@ from halflife.registry import unknown
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-ORDER = ("triton", "fla", "native", "chunked", "mask", "reference")  # best first
 # Entries of a tensor; for fewer, a call of a custom op takes longer than torch's passes over them.
 SMALLEST_PASS = 4096
 
@@ -95,7 +95,7 @@ def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Cal
     backends = OPS[op].backends
     if backend == "auto":
         # The mask takes T² memory and the interpreter minutes, so both run only when asked for by name.
-        for name in ORDER:
+        for name in order(op, call):
             known = backends.get(name)
             if known is None or name == "mask" or (name == "triton" and device.type != "cuda"):
                 continue

@@ -15,9 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.call import Call
 from halflife.ops.chunked.groups import each_head
-from halflife.ops.log_linear.rows import Rows, by_rows, levels
+from halflife.ops.log_linear.rows import Rows, by_rows, final_states, levels
 from halflife.ops.slow_decay import decay_and_add
 from halflife.packing import Packing
 
@@ -56,6 +58,11 @@ def log_linear_attention(
         "log_linear_attention", {"q": q, "k": k, "v": v, "g": g, "weights": weights}, initial_state, cu_seqlens,
         backend, output_final_state, scale=scale, chunk_size=chunk_size,
     )  # fmt: skip
+
+
+@implements("log_linear_attention", "fla", why_not=fla.why_not)
+def _fla(call: Call) -> tuple[Tensor, State]:
+    return fla.log_linear_attention(call), final_states(call)
 
 
 @implements("log_linear_attention", "reference")

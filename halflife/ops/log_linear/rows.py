@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from halflife.ops.call import Call
+from halflife.ops.chunked.decays import FLOOR
+from halflife.ops.chunked.groups import each_head
 from halflife.ops.spec import define
+from halflife.precision import wide
 
 define(
     "log_linear_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H", weights="B T H L",
@@ -98,3 +102,30 @@ def by_rows(
         return rows.flat(o).mul(call.output_scale), (states, rows.position + rows.lengths)
 
     return run
+
+
+def final_states(call: Call) -> tuple[Tensor, Tensor]:
+    """The states `[N, H, L − 1, K, V]` after sequences that start from none, and their lengths `[N]`.
+
+    The tokens of a state lie side by side. Each one-bit of the length is a state of that many tokens.
+    """
+    heads, count, dtype = call.sizes["H"], call.sizes["L"] - 1, torch.float32
+    found = []
+    for _, tokens in call.packing.pieces():
+        k, v, g = (call[name][:, tokens].to(dtype).transpose(1, 2) for name in ("k", "v", "g"))
+        total = wide(g).clamp(min=FLOOR[dtype]).cumsum(-1)
+        v = v * (total[..., -1:] - total).to(dtype).exp().unsqueeze(-1)
+        states = [_written(k[:, :, span], v[:, :, span], heads) for span in _spans(k.shape[2], count)]
+        found.append(torch.stack(states, 2))
+    return torch.cat(found), call.packing.lengths(call.device).long()
+
+
+def _spans(length: int, count: int) -> list[slice]:
+    """The tokens of each of `count` states after `length` tokens; the last state has those of all higher ones too."""
+    starts = [*((length >> level) << level for level in range(count)), 0]
+    return [slice(start, stop) for stop, start in pairwise(starts)]
+
+
+def _written(k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """`Σ k vᵀ` of a head, `[N, H, K, V]`: `k [N, G, C, K]`, `v [N, H, C, V]`."""
+    return each_head(k, heads).mT @ v
