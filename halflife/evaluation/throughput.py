@@ -128,8 +128,9 @@ def measure_steps(
         forward: whether to time a forward pass alone, without gradients (PoST, §5.2).
 
     Returns:
-        The settings, "timed", which is "training step" or "forward pass", and "models", `[{"model", "parameters", "seconds": [one a length], "tokens_per_second": […]}]`.
-        The numbers are None where a step does not fit into the memory of an accelerator.
+        The settings, "timed", which is "training step" or "forward pass", and "models", `[{"model", "parameters",
+        "seconds": [one a length], "tokens_per_second": […]}]`. The numbers are None where a step does not fit into the
+        memory of an accelerator.
 
     Raises:
         ValueError: there is no model or no length, a model is repeated, a number is below 1, a name is unknown, or no

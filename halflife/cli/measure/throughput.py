@@ -12,8 +12,9 @@ from tyro.conf import Positional
 class Throughput:
     """Measure the time of a training step of whole models by length, on the CPU or a GPU, and plot it.
 
-    A step is forward, backward and AdamW, or the forward pass alone with `--forward`. The models take turns, and the median is shown. If `llama` is among the
-    models, "faster from" is the shortest measured length from which on a model is faster than softmax attention.
+    A step is forward, backward and AdamW, or the forward pass alone with `--forward`. The models take turns, and the
+    median is shown. If `llama` is among the models, "faster from" is the shortest measured length from which on a model
+    is faster than softmax attention.
     Files: throughput.png, throughput.svg, throughput.json, throughput.csv.
 
     examples:
