@@ -31,6 +31,7 @@ import offline_fla  # noqa: E402
 import offline_kernels  # noqa: E402
 import offline_models  # noqa: E402
 import offline_page  # noqa: E402
+import offline_tokens  # noqa: E402
 from offline_kernels import TARGETS, Launch  # noqa: E402
 from offline_limits import COUNTED, Row, least, missed_bytes, misses, more, worse  # noqa: E402
 from offline_sources import sources  # noqa: E402
@@ -213,8 +214,9 @@ def compile_all(data: dict[str, Any]) -> None:
     data |= {"versions": versions, "kernels": old, "facts": {name: data["facts"][name] for name in old}}
     data["sources"] = {name: value for name, value in now.items() if any(kernel_of(row) == name for row in old)}
     copy, wanted = rates()["copy"], []
-    for case, call in CASES.items():
-        for launch in [x for part in launches_of(call, *call.shapes[0]) for x in part]:
+    calls = {case: [x for part in launches_of(call, *call.shapes[0]) for x in part] for case, call in CASES.items()}
+    for case, found in (calls | offline_tokens.launches()).items():
+        for launch in found:
             name = name_of(launch, case)
             if name not in data["kernels"]:
                 print(f"compiles {name}", file=sys.stderr, flush=True)

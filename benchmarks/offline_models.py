@@ -137,7 +137,7 @@ def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
     from halflife.ops.backends import dispatch
     from halflife.ops.spec import OPS
 
-    choose = dispatch.choose
+    choose, step_of = dispatch.choose, dispatch.step_of
 
     @contextlib.contextmanager
     def without_autocast(device: torch.device) -> Iterator[None]:
@@ -147,11 +147,15 @@ def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
     def on_cuda(op: str, backend: str, device: torch.device, call: Any = None) -> Callable[..., Any]:
         return choose(op, backend, torch.device("cuda"), call)
 
+    def step_on_cuda(call: Any, backend: str, device: torch.device) -> Callable[..., Any] | None:
+        return step_of(call, backend, torch.device("cuda"))
+
     with contextlib.ExitStack() as stack:
         for module in [m for name, m in sys.modules.items() if name.startswith("halflife")]:
             if cast is not None and "without_autocast" in vars(module):
                 stack.enter_context(mock.patch.object(module, "without_autocast", without_autocast))
         stack.enter_context(mock.patch.object(dispatch, "choose", on_cuda))
+        stack.enter_context(mock.patch.object(dispatch, "step_of", step_on_cuda))
         for name in OPS.names():
             kept = {k: v for k, v in OPS[name].backends.items() if k not in ("native", "fla")}
             stack.enter_context(mock.patch.dict(OPS[name].backends, kept, clear=True))
@@ -215,10 +219,9 @@ def step(name: str, layers: int, rates: dict[str, float]) -> tuple[Count, Count]
 
 
 def token(name: str, layers: int, rates: dict[str, float]) -> Count:
-    """Count the decoding of a token of one sequence."""
-    model, cast = model_of(name, layers).eval(), _Autocast()
-    ids = torch.zeros(1, 64, dtype=torch.long, device="meta")
-    with on_a_gpu(cast), torch.no_grad(), cast:
+    """Count the decoding of a token of one sequence by a model in bfloat16."""
+    model, ids = model_of(name, layers).eval().bfloat16(), torch.zeros(1, 64, dtype=torch.long, device="meta")
+    with on_a_gpu(), torch.no_grad():
         with counted(rates) as count:
             count.tokens = 64
             state = model(ids)[1]

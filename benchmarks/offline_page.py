@@ -34,7 +34,7 @@ of q, k, v and o, three times with backward. Predictions are too low for present
 A layer of width {hidden} on {batch} × {length} tokens without fla-core, forward/with backward. Targets: 12 launches
 forward, 6 a token, 0 breaks (of two layers). The time is of {layers} layers without loss and optimiser, at {copy} TB/s
 (our kernels {triton}), {product} TFLOP/s and ≥ 3 µs a launch. SKA's factorisation
-counts as one launch.
+counts as one launch. A token is decoded by a model in bfloat16, with its MLP and norms.
 
 {models}
 """

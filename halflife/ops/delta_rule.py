@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
-from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.backends.dispatch import dispatch, implements, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
@@ -63,6 +63,7 @@ def delta_rule(
 implements("delta_rule", "triton", triton.run, why_not=triton.why_not)
 implements("delta_rule", "fla", fla.delta_rule, why_not=fla.why_not)
 implements("delta_rule", "native", native.run, why_not=native.why_not, steps=True)
+steps_by("delta_rule", "triton", triton.run_step, triton.why_not_step)
 
 
 @implements("delta_rule", "reference")

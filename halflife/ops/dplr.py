@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backends import fla, native
-from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.backends import fla, native, triton
+from halflife.ops.backends.dispatch import dispatch, implements, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
@@ -65,6 +65,7 @@ def dplr(
 
 implements("dplr", "fla", fla.dplr, why_not=fla.why_not)
 implements("dplr", "native", native.run, why_not=native.why_not, steps=True)
+steps_by("dplr", "triton", triton.run_step, triton.why_not_step)
 
 
 @implements("dplr", "reference")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import native, triton
-from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.backends.dispatch import dispatch, implements, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import FLOOR
@@ -82,7 +82,7 @@ def gate_rank(
         call = Call.of("gate_rank", tensors, initial_state, cu_seqlens, **settings)
         return _printed(call, backend, output_final_state, **settings)
     o, state = dispatch("gate_rank", tensors, initial_state, cu_seqlens, backend, output_final_state, **settings)
-    return o, None if state is None else split(state)
+    return o, state if state is None or isinstance(state, tuple) else split(state)
 
 
 def check_reset_law(law: str, *, delta: bool) -> None:
@@ -105,13 +105,14 @@ def _printed(call: Call, backend: str, output_final_state: bool, **settings: Any
 
 
 def split(state: Tensor) -> States:
-    """The states above each other, `[N, H, 2K, V]`, the form that every backend takes → `(fast, slow)`."""
+    """The states above each other, `[N, H, 2K, V]`, as most backends return them → `(fast, slow)`."""
     fast, slow = state.chunk(2, -2)
     return fast.contiguous(), slow.contiguous()
 
 
 implements("gate_rank", "triton", triton.run, why_not=triton.why_not)
 implements("gate_rank", "native", native.run, why_not=native.why_not, steps=True)
+steps_by("gate_rank", "triton", triton.run_step, triton.why_not_step)
 
 
 @implements("gate_rank", "reference")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
-from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.backends.dispatch import dispatch, implements, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
@@ -61,6 +61,7 @@ def linear_attention(
 implements("linear_attention", "triton", triton.run, why_not=triton.why_not)
 implements("linear_attention", "fla", fla.linear_attention, why_not=fla.why_not)
 implements("linear_attention", "native", native.run, why_not=native.why_not, steps=True)
+steps_by("linear_attention", "triton", triton.run_step, triton.why_not_step)
 
 
 @implements("linear_attention", "reference")

@@ -29,7 +29,7 @@ class Implementation:
         function: the implementation.
         why_not: (op, device, call or None) → the reason why it cannot run there, or None if it can. Without a call,
             only the device and what is installed are judged.
-        steps: whether it is fast for single tokens, so that "auto" takes it while decoding.
+        steps: whether it is also the fast one for single tokens, while decoding.
         traceable: whether torch.func and forward-mode differentiation see through it.
     """
 
@@ -123,6 +123,7 @@ class Spec:
     constants: Sequence[str] = ()  # the tensors for which kernels have no gradient
     settings: dict[str, Any] = field(default_factory=dict)  # other arguments with which the self-check runs the op
     backends: dict[str, Implementation] = field(default_factory=dict)
+    steps: dict[str, Implementation] = field(default_factory=dict)  # others that run one token of each sequence
 
     def check(self, tensors: Mapping[str, Any]) -> tuple[dict[str, int], torch.device]:
         """Check all tensors; return the number that each letter stands for, and the device.

@@ -10,8 +10,8 @@
 | `native` | our kernels, compiled for the CPU of this machine |
 
 `auto` takes the fastest implementation that can run these inputs and is known to be right on their device. A single
-token goes through the native step where it can, else through the token loop. A backend asked for by name either runs or
-raises an error with the reason; no other one takes its place. The choice never depends on `.training`.
+token goes through a kernel for one token where there is one, else through the token loop. A backend asked for by name
+either runs or raises an error with the reason; no other one takes its place. The choice never depends on `.training`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def implements(
     if function is not None:
         register(function)
     return register
+
+
+def steps_by(op: str, backend: str, function: Callable[..., Any], why_not: Callable[..., str | None]) -> None:
+    """Register `function` as what `backend` runs for one token of each sequence, without gradients."""
+    OPS[op].steps[backend] = Implementation(function, why_not)
 
 
 def ops() -> list[str]:
@@ -123,21 +128,31 @@ def _traceable(op: str, backend: str) -> str:
 def implementation_of(call: Call, backend: str) -> Callable[[Call], Any]:
     """Return the implementation that runs a call; see `choose`.
 
-    With "auto", a single token goes through the native step, or else through the token loop, which are the fastest
-    forms while decoding. Under autograd it goes through the loop.
+    A single token goes through the backend's step, if it has one. With "auto" that is the first step that can run it,
+    or else the token loop, which are the fastest forms while decoding. Under autograd it goes through the loop.
     """
     op, device = call.op, call.device
     if is_transformed():
         backend = _traceable(op, backend)
-    elif backend == "auto" and call.is_token:
-        for name in ("native", "chunked"):
-            known = call.spec.backends.get(name)
-            if known is None or not known.steps or (name == "native" and call.differentiated):
-                continue
-            if known.why_not is None or known.why_not(op, device, call) is None:
-                return known.function
-        backend = "reference"
+    elif call.is_token:
+        if (step := step_of(call, backend, device)) is not None:
+            return step
+        backend = "reference" if backend == "auto" else backend
     return choose(op, backend, device, call)
+
+
+def step_of(call: Call, backend: str, device: torch.device) -> Callable[[Call], Any] | None:
+    """Return what runs a call of a single token on `device`, or None if nothing is made for that."""
+    spec, names = call.spec, ("triton", "native", "chunked") if backend == "auto" else (backend,)
+    for name in names:
+        known = spec.steps.get(name, spec.backends.get(name))
+        if known is None or not (known.steps or name in spec.steps) or (name != "chunked" and call.differentiated):
+            continue
+        if backend == "auto" and _interpreted(name, device):
+            continue
+        if known.why_not is None or known.why_not(call.op, device, call) is None:
+            return known.function
+    return None
 
 
 def dispatch(

@@ -1,4 +1,4 @@
-"""Our Triton kernels of linear attention, the delta rule and GateRank, with no decay or a scalar one.
+"""Our Triton kernels of linear attention, the delta rule and GateRank, and for single tokens of all ops on a state.
 
 The other modules of this package import triton. `run` loads them, and `import halflife` needs torch alone.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from halflife.ops.call import Call
 SIZES = range(16, 257)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = {torch.float32, torch.float16}  # all become float32
+MATRICES = ("q", "k", "v", "beta", "a", "b")
 
 
 def interpreted() -> bool:
@@ -28,8 +30,24 @@ def interpreted() -> bool:
 
 def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
     """Return the reason why the kernels cannot run `op` on `device` (and this call, if given); None if they can."""
-    if call is not None and (reason := _misfit(op, call)) is not None:
-        return reason
+    return (None if call is None else _misfit(op, call)) or _absent(device)
+
+
+def why_not_step(op: str, device: torch.device, call: Call | None = None) -> str | None:
+    """As `why_not`, of the kernels for one token, which take any decay and heads of any size up to 256."""
+    if call is not None:
+        given = (*call.tensors.values(), *(call.state or ()))
+        if (odd := not_plain(*given)) is not None:
+            return odd
+        if call.sizes.get("K", 1) > SIZES[-1]:
+            return f"the Triton kernel for a token of {op} takes keys of at most {SIZES[-1]}; got K = {call.sizes['K']}"
+        if any(x.dtype not in DTYPES for x in given if x is not None):
+            return f"the Triton kernel for a token of {op} takes {_names(DTYPES)}"
+    return _absent(device)
+
+
+def _absent(device: torch.device) -> str | None:
+    """The reason why no Triton kernel runs on `device`, or None."""
     if not interpreted() and device.type != "cuda":
         return f"our Triton kernels run on CUDA devices (or with TRITON_INTERPRET=1), not on {device.type}"
     return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
@@ -62,7 +80,8 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    importlib.import_module("halflife.ops.backends.triton.op")
+    for name in ("op", "step"):
+        importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
@@ -79,3 +98,22 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         call.chunk_size,
     )  # fmt: skip
     return o, final
+
+
+def run_step(call: Call) -> tuple[Tensor, Any]:
+    """Run a call of one token a sequence: the outputs `[B, 1, H, V]`, and the next state, or GateRank's two."""
+    load()
+    q, k, v, beta, a, b = [None if (x := call.get(name)) is None else _dense(x) for name in MATRICES]
+    g, g_slow = call.decay, call.get("g_slow")
+    g = _dense(g) if g is not None and g.ndim == 4 else g
+    state, slow = (*call.state, None)[:2] if call.state is not None else (None, None)
+    if state is not None and (state.stride(-1) != 1 or (slow is not None and slow.stride() != state.stride())):
+        state, slow = [None if x is None else x.contiguous() for x in (state, slow)]
+    scale = float(call.output_scale)
+    o, *states = torch.ops.halflife.triton_step(q, k, v, g, beta, a, b, g_slow, state, slow, scale)
+    return o, states[0] if len(states) == 1 else tuple(states)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A tensor whose last axis has stride 1; the kernel for tokens reads all others as they are."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()

@@ -1,0 +1,150 @@
+"""The Triton kernels for one token equal the float64 definition: outputs and states of every form of update and decay.
+
+They are compiled where there is a GPU, and run in Triton's interpreter elsewhere.
+"""
+
+import sys
+
+import pytest
+import torch
+from helpers import assert_close, call_of, generator, op_inputs, relative_error, rounded
+from pairwise import crossed
+
+from halflife import ops
+from halflife.ops.backends import dispatch
+from halflife.ops.backends.dispatch import CannotRun
+from halflife.ops.spec import OPS
+
+if sys.platform != "linux":
+    pytest.skip("triton has Linux wheels only", allow_module_level=True)
+
+from halflife.ops.backends.triton import run_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = [
+    *(f"{op} {decay}" for op in ("linear_attention", "delta_rule", "dplr") for decay in ("none", "scalar", "vector")),
+    "gate_rank linear", "gate_rank delta",
+]  # fmt: skip
+# The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
+WORST = {torch.float32: 5.6e-7, torch.bfloat16: 5.8e-3, torch.float16: 4.1e-4}
+
+
+def inputs(form, *, batch=2, heads=4, groups=2, key=20, value=24, decay=None):
+    """The arguments of one token in float64, with grouped queries and keys, in tensors of other strides."""
+    op, kind = form.split()
+    base = {"linear": "linear_attention", "delta": "delta_rule"}.get(kind, op)
+    sizes = {"batch": batch, "heads": heads, "key": key, "value": value, "decay": decay}
+    found = op_inputs(base, "scalar" if op == "gate_rank" else kind, 1, **sizes)
+    for name in ("q", "k"):
+        found[name] = found[name][:, :, :groups]
+    if op == "gate_rank":
+        draw = generator(form)
+        found["g_fast"], state = found.pop("g"), found["initial_state"]
+        resets = torch.rand(batch, 1, heads, generator=draw) > 0.5
+        found["g_slow"] = torch.where(resets, found["g_fast"] / 3 - 0.01, 0.0)
+        found["initial_state"] = state, state.flip(0) / 2
+    return op, found
+
+
+def strided(x):
+    """The same numbers as a part of a larger tensor."""
+    return x if x.ndim < 3 else torch.cat([x, x], 1)[:, : x.shape[1]]
+
+
+def in_dtype(found, dtype):
+    state = found["initial_state"]
+    plain = rounded({name: x for name, x in found.items() if name != "initial_state"}, dtype)
+    plain |= {name: found[name].float() for name in ("g_fast", "g_slow") if name in found}
+    given = tuple(strided(x.float().to(DEVICE)) for x in (state if isinstance(state, tuple) else (state,)))
+    plain = {name: strided(x.to(DEVICE)) for name, x in plain.items()}
+    return {**plain, "initial_state": given if isinstance(state, tuple) else given[0]}
+
+
+def exact(x):
+    return tuple(map(exact, x)) if isinstance(x, tuple) else x.double().cpu()
+
+
+def together(state):
+    return torch.cat(state, -2) if isinstance(state, tuple) else state
+
+
+def check(form, dtype=torch.float32, **sizes):
+    op, found = inputs(form, **sizes)
+    given = in_dtype(found, dtype)
+    o, state = run_step(call_of(op, given, scale=0.3))
+    wide = {
+        n: tuple(y.double().cpu() for y in x) if isinstance(x, tuple) else x.double().cpu() for n, x in given.items()
+    }
+    want, want_state = OPS[op].backends["reference"].function(call_of(op, wide, scale=0.3))
+    assert o.dtype == dtype
+    assert_close(o.cpu(), want, 4 * WORST[dtype])
+    assert_close(together(state).cpu(), want_state, 4 * WORST[torch.float32])
+
+
+@crossed(strength=1, form=FORMS, dtype=[torch.float32, torch.bfloat16, torch.float16])
+def test_forms(form, dtype):
+    check(form, dtype)
+
+
+@crossed(
+    strength=1, form=["linear_attention scalar", "delta_rule vector", "gate_rank delta"],
+    sizes=[(1, 1), (7, 80), (64, 16), (256, 3)], decay=[0.0, -1e-9, -0.6931, -0.6932, -1000.0, -torch.inf],
+)  # fmt: skip
+def test_sizes_and_extreme_decays(form, sizes, decay):
+    check(form, batch=1, heads=2, groups=1, key=sizes[0], value=sizes[1], decay=decay)
+
+
+@pytest.mark.parametrize("form", ["delta_rule scalar", "gate_rank linear"])
+def test_no_state_is_a_state_of_zeros(form):
+    op, found = inputs(form)
+    given = in_dtype(found, torch.float32)
+    state = given.pop("initial_state")
+    zeros = tuple(torch.zeros_like(x) for x in state) if isinstance(state, tuple) else torch.zeros_like(state)
+    got, want = (run_step(call_of(op, {**given, **x})) for x in ({}, {"initial_state": zeros}))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(together(got[1]), together(want[1]))
+
+
+def test_slow_decays_do_not_drift():
+    """e^g alone rounds to the same side at every token, 30 times here; the split decay does not."""
+    draw = generator("drift")
+    g = -1e-4 * torch.rand(1, 1, 1, 64, generator=draw)
+    state, exact = (torch.rand(1, 1, 64, 8, generator=draw).to(DEVICE),) * 2
+    for _ in range(30):
+        k, v = 1e-2 * torch.randn(1, 1, 1, 64, generator=draw), 1e-2 * torch.randn(1, 1, 1, 8, generator=draw)
+        given = {"q": k, "k": k, "v": v, "g": g}
+        call = call_of("linear_attention", {n: x.to(DEVICE) for n, x in given.items()} | {"initial_state": state})
+        _, state = run_step(call)
+        exact = g.double().exp()[0].to(DEVICE).unsqueeze(-1) * exact + (k.double().mT @ v.double())[0].to(DEVICE)
+    assert relative_error(state.cpu(), exact.cpu()) < 3e-7
+
+
+def test_a_token_by_name_takes_the_step():
+    """It runs decays that the kernels for sequences refuse; with gradients these run, or a name says why not."""
+    op, found = inputs("linear_attention vector")
+    given = in_dtype(found, torch.float32)
+    call = call_of(op, given)
+    taken = dispatch.step_of(call, "triton", torch.device(DEVICE))
+    assert taken is OPS[op].steps["triton"].function
+    assert dispatch.step_of(call, "auto", torch.device("cuda")) is taken
+    assert dispatch.step_of(call, "auto", torch.device("cpu")) is not taken
+    o, state = ops.linear_attention(**given, output_final_state=True, backend="triton")
+    want, want_state = ops.linear_attention(**given, output_final_state=True, backend="reference")
+    assert_close({"o": o, "state": state}, {"o": want, "state": want_state}, 1e-6)
+    given["q"].requires_grad_()
+    with pytest.raises(CannotRun, match="one log-decay per head"):
+        ops.linear_attention(**given, backend="triton")
+    large = torch.zeros(1, 1, 1, 300, device=DEVICE)
+    with pytest.raises(CannotRun, match="heads of 16"):
+        ops.linear_attention(large, large, large, backend="triton")
+
+
+@pytest.mark.parametrize("form", ["gate_rank delta", pytest.param("dplr vector", marks=pytest.mark.slow)])
+def test_as_a_custom_op(form):
+    """What torch.compile relies on: schemas, shapes and strides of fake tensors."""
+    op, found = inputs(form)
+    call = call_of(op, in_dtype(found, torch.bfloat16))
+    given = [call.get(name) for name in ("q", "k", "v")]
+    given += [call.decay, *(call.get(name) for name in ("beta", "a", "b", "g_slow")), *(*call.state, None)[:2], 0.3]
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.halflife.triton_step, tuple(given), test_utils=checks)
