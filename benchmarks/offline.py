@@ -69,6 +69,7 @@ CASES = {
     for mode, size in (("none", 64), ("scalar", 64), ("scalar", 128), ("gate_rank", 64), ("gate_rank", 128))
 }
 CASES |= {f"delta, {mode}, 64": Case("delta_rule", mode) for mode in ("scalar", "gate_rank")}
+CASES["koopman, 64"] = Case("koopman_attention", "none")
 CASES["linear, mamba2"] = Case("linear_attention", "scalar", 128, 64, heads=32, shared=1, shapes=((8, 2048),))
 # Bytes ÷ floor that kernels should reach, forward and with the backward pass, by case and batch size. The floor is the
 # bytes of q, k, v and o, and three times those of both passes.
@@ -80,9 +81,8 @@ BYTES = {
 }  # fmt: skip
 
 
-def call_of(case: Case, batch: int, length: int) -> Any:
-    """A call with tensors that have no data."""
-    from halflife.ops.call import Call
+def tensors_of(case: Case, batch: int, length: int) -> dict[str, Tensor | None]:
+    """The arguments of a call, without data."""
 
     def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=True)
@@ -100,17 +100,33 @@ def call_of(case: Case, batch: int, length: int) -> Any:
         tensors["g"] = leaf(*at, case.heads) if case.mode == "scalar" else None
     if op != "linear_attention":
         tensors["beta"] = leaf(*at, case.heads) if case.op == "delta_rule" else None
-    return Call.of(op, tensors)
+    return tensors
+
+
+def call_of(case: Case, batch: int, length: int) -> Any:
+    from halflife.ops.call import Call
+
+    op = "gate_rank" if case.mode == "gate_rank" else case.op
+    return Call.of(op, tensors_of(case, batch, length))
+
+
+def output_of(case: Case, batch: int, length: int) -> Tensor:
+    """What our kernels return."""
+    from halflife.ops import koopman_attention
+    from halflife.ops.backends.triton import run
+
+    if case.op != "koopman_attention":
+        return run(call_of(case, batch, length))[0]
+    with offline_models.on_a_gpu():
+        return koopman_attention(**tensors_of(case, batch, length), power=1)[0]  # type: ignore[arg-type]
 
 
 def launches_of(case: Case, batch: int, length: int) -> tuple[list[Launch], list[Launch]]:
     """The kernels that a call launches, forward and then backward."""
-    from halflife.ops.backends.triton import run
-
     forward: list[Launch] = []
     backward: list[Launch] = []
     with offline_kernels.captured(forward):
-        o, _ = run(call_of(case, batch, length))
+        o = output_of(case, batch, length)
     with offline_kernels.captured(backward):
         o.float().sum().backward()
     return forward, backward
@@ -232,6 +248,8 @@ def ops(data: dict[str, Any], copy: float) -> dict[str, Any]:
     """Case → launches, bytes ÷ floor and predicted ms, each forward and with the backward pass, by shape."""
     found: dict[str, Any] = {}
     for case, call in CASES.items():
+        if call.op == "koopman_attention":  # much of it are passes of torch, which the counts of models have
+            continue
         found[case] = {}
         for batch, length in call.shapes:
             parts = launches_of(call, batch, length)

@@ -207,7 +207,8 @@ def test_info_says_why_not(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
-    assert set(found["triton"][1]) == {"linear_attention", "delta_rule", "gate_rank", "ridge_attention"}
+    ours = {"linear_attention", "delta_rule", "gate_rank", "ridge_attention", "koopman_attention"}
+    assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}
     assert set(found["fla"][1]) == {*ON_A_STATE, *others}
     assert all("CUDA" in why for name, (why, _) in found.items() if name != "native")

@@ -685,7 +685,7 @@ def test_native_refuses_options_that_it_does_not_know():
     ({"mode": "prefixed"}, "unknown mode.*chunk, prefix, masked"),
     ({"refresh": "never"}, "unknown refresh"),
     ({"normalization": "batch"}, "unknown normalization"),
-    ({"backend": "triton"}, "unknown backend"),
+    ({"backend": "cuda"}, "unknown backend"),
     ({"mode": "masked"}, "needs a mask"),
     ({"mask": torch.ones(2, 3)}, r"mask must be None or \[B, T\] = \[2, 4\]"),
     ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),

@@ -11,12 +11,16 @@ from pairwise import crossed
 
 from halflife import layers
 from halflife.ops import arguments
+from halflife.ops.backends import triton
 from halflife.ops.koopman import KoopmanCall, attend, koopman_attention
 from halflife.ops.koopman.call import NORMALIZATIONS
+from halflife.ops.koopman.readout import KoopmanReadout
+from halflife.ops.koopman.state import Sums
 from halflife.packing import Packing
 
 HEADS, RANK, WIDTH = 2, 5, 3
 EXACT = 4 * 2e-9  # float64, with explicit inverses of matrices whose condition number is up to 1/ε
+SINGLE = 4 * 1.4e-5  # the kernels in float32
 WEIGHTS = [None, "beta", "scalar", "vector"]
 
 
@@ -110,6 +114,64 @@ def test_nothing_is_read_from_the_device(weights):
         again, _ = koopman_attention(**x, initial_state=state, chunk_size=4, **packed)
         (y + again).sum().backward()
     assert_raises(RuntimeError, "meta", y.sum().item)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "power", "dtype"),
+    [
+        pytest.param((3, 5, 3), 2, torch.float32),
+        pytest.param((18, 20, 17), 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param((16, 64, 64), 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param((16, 16, 16), 0, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_operators_are_read_by_kernels(sizes, power, dtype):
+    """Outputs and all gradients against float64, for a chunk without keys before it and one with keys."""
+    pytest.importorskip("triton")
+    (size, rank, width), draw = sizes, generator("kernels", sizes, power)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    keys, values = randn(2, 1, 1, 4 * rank, rank), randn(2, 1, 1, 4 * rank, width)
+    sums = keys.mT @ torch.cat([keys, keys.roll(1, -2), values], -1)
+    norms = keys.square().sum(-1).amax(-1)
+    sums[0], norms[0] = 0, 0
+    inputs = randn(1, 2, size, 1, rank).to(dtype), sums, norms, 1 + torch.rand(1, generator=draw), randn(power + 1, 1)
+    narrow = [x.detach().to(dtype if x is inputs[0] else torch.float32).requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in narrow]
+    y, failures = triton.read_operators(*narrow, 1e-3, torch.float32)
+    readout = KoopmanReadout(exact[3], exact[4] if power else 1.0, 1e-3, power, exact[0][0], "whitened")
+    readout.mix = exact[4][..., None, None]
+    parts = Sums(*exact[1].split([rank, rank, width], -1), exact[2])
+    parts = Sums(*(x.flatten(0, 1) for x in parts._replace(values=parts.values.mT)))
+    expected, _ = readout.read(parts, exact[0].permute(1, 0, 3, 2, 4).flatten(0, 1))
+    expected = expected.unflatten(0, (2, 1)).permute(1, 0, 3, 2, 4)
+    weights = randn(*expected.shape)
+    given = torch.autograd.grad((y * weights).sum(), narrow)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact, allow_unused=True, materialize_grads=True)
+    error = SINGLE if dtype == torch.float32 else 4 * 3.6e-3
+    names = ("dq", "dsums", "dnorms", "dgamma", "dweights")
+    found, exactly = (dict(zip(names, x, strict=True)) for x in (given, wanted))
+    assert int(failures) == 0
+    assert_close({"y": y, **found}, {"y": expected, **exactly}, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, "beta", "scalar"])
+def test_the_op_by_kernels(weights):
+    """Rows and packed sequences, from no state and from one, against the definition in float64."""
+    pytest.importorskip("triton")
+    exact = {name: x[:1].detach().requires_grad_() for name, x in inputs(5, weights).items()}
+    x = {name: part.detach().float().requires_grad_() for name, part in exact.items()}
+    bounds = {"cu_seqlens": torch.tensor([0, 3, 5])}
+    for packed in ({}, bounds) if weights else ({},):
+        found, expected = (
+            results(y, **packed, chunk_size=4, ridge=0.1, gamma=1.2, mix=0.6, backend=backend)
+            for y, backend in ((x, "triton"), (exact, "reference"))
+        )
+        found.pop("pending_decays", None)  # −∞
+        assert_close(found, {name: expected[name] for name in found}, SINGLE)
 
 
 def compare_compiled():

@@ -7,6 +7,9 @@ by side in one matrix `[R, 2 R + P]`, so that one product and one scan compute a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,10 +22,15 @@ from halflife.ops.koopman.solve import Count, inverse_factor
 from halflife.ops.koopman.state import KoopmanMemory, Sums, memory_after, previous_keys
 from halflife.packing import Packing
 
+Reader = Callable[..., tuple[Tensor, Count]]
 
-def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, Count]:
-    """Read and write the tokens of `call`."""
-    line = Timeline(call, memory)
+
+def run(
+    call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout, read: Reader | None = None
+) -> tuple[Tensor, KoopmanMemory, Count]:
+    """Read and write the tokens of `call`. `read` takes the place of products of torch, see `triton.read_operators`."""
+    line, dtype = Timeline(call, memory), memory.last.dtype
+    call = replace(call, k=call.k.to(dtype), v=call.v.to(dtype))
     keys, values = line.place(call.k, memory.pending_keys), line.place(call.v, memory.pending_values)
     decays = None if call.g is None else line.place(call.g, memory.pending_decays)
     chunks = line.split(keys)
@@ -30,19 +38,26 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
         chunks, line.split(line.previous(keys, memory.last)), line.split(values),
         None if decays is None else line.split(decays), -2,
     )  # fmt: skip
-    sums = line.running_sums(tokens, memory.sums)
-    leaving = Sums(*(line.leaving(x) for x in sums)).normalized(call.normalization, memory.sums.norm)
-    entering = Sums(*(line.entering(x) for x in sums)).normalized(call.normalization, line.spread(memory.sums.norm))
+    joined, norms = line.running_sums(tokens, memory.sums)
+    leaving = _sums(line.leaving(joined), line.leaving(norms)).normalized(call.normalization, memory.sums.norm)
+    joined, norms = line.entering(joined), line.entering(norms)
+    entering = _sums(joined, norms).normalized(call.normalization, line.spread(memory.sums.norm))
     if call.normalization == "sequence":
         entering = entering._replace(norm=line.largest(chunks.square().sum(-1).amax(-1), memory.sums.norm))
+    memory = line.memory_after(leaving, (keys, values, decays), memory)
+    if read is not None:
+        queries = line.place(call.q).unflatten(1, (line.chunks, line.size))
+        settings = readout.gamma.flatten(), readout.weights.flatten(1), readout.ridge
+        y, retries = read(queries, joined, entering.norm, *settings)
+        return line.restore(y), memory, retries
     queries = line.split(line.place(call.q)).flatten(0, 1)
     entering, retries = Sums(*(x.flatten(0, 1) for x in entering)), 0
     if torch.compiler.is_exporting():
         y = readout.read_by_inverse(inverse_factor(entering, readout.ridge).matrix, entering, queries)
     else:
         y, retries = readout.read(entering, queries)
-    y = line.restore(y.unflatten(0, (line.chunks, line.rows)))
-    return y, line.memory_after(leaving, (keys, values, decays), memory), retries
+    y = y.unflatten(0, (line.chunks, line.rows)).permute(1, 0, 3, 2, 4)
+    return line.restore(y), memory, retries
 
 
 class Timeline:
@@ -108,22 +123,21 @@ class Timeline:
         return x.unflatten(1, (self.chunks, self.size)).permute(1, 0, 3, 2, 4).contiguous()
 
     def restore(self, y: Tensor) -> Tensor:
-        """Undo `split` and `place`: `[n, rows, H, S, …]` → `[B, T, H, …]`."""
-        y = y.permute(1, 0, 3, 2, 4).flatten(1, 2)
+        """Undo `place`: chunks `[rows, n, S, H, …]` → `[B, T, H, …]`."""
+        y = y.flatten(1, 2)
         if self.fresh:
             return y[:, : self.shape[1]]
         return y.flatten(0, 1).index_select(0, self.slots).unflatten(0, self.shape)
 
-    def running_sums(self, tokens: Weighted, initial: Sums) -> Sums:
-        """The sums entering each chunk and, of rows, those after the last chunk as well: `[n or n + 1, rows, …]`."""
+    def running_sums(self, tokens: Weighted, initial: Sums) -> tuple[Tensor, Tensor]:
+        """The sums `[G M Cᵀ]` entering each chunk, `[n, rows, …]`, and their m²; of rows, those after all as well."""
         rank, width = tokens.keys.shape[-1], tokens.values.shape[-1]
         updates = tokens.keys.mT @ torch.cat([tokens.keys, tokens.previous, tokens.values], -1)
         first = torch.cat([initial.gram, initial.transition, initial.values.mT], -1)
         sums = self._scan(updates, first, _logs(tokens.decay, rank, width))
         decay = None if tokens.decay is None else tokens.decay.norm
         norms, decay = self._entries(tokens.norms.amax(-1), initial.norm, decay)
-        gram, transition, values = sums.split([rank, rank, width], -1)
-        return Sums(gram, transition, values.mT, running_norms(norms, decay))
+        return sums, running_norms(norms, decay)
 
     def _scan(self, updates: Tensor, first: Tensor, logs: Tensor | None) -> Tensor:
         entries, logs = self._entries(updates, first, logs)
@@ -175,6 +189,13 @@ class Timeline:
         return KoopmanMemory(
             leaving, last, waiting[0], waiting[1], torch.full_like(memory.pending, left), pending_decays=waiting[2]  # type: ignore[arg-type]
         )  # fmt: skip
+
+
+def _sums(joined: Tensor, norm: Tensor) -> Sums:
+    """The sums in `joined = [G M Cᵀ]`."""
+    rank = joined.shape[-2]
+    gram, transition, values = joined.split([rank, rank, joined.shape[-1] - 2 * rank], -1)
+    return Sums(gram, transition, values.mT, norm)
 
 
 def _logs(decay: SumDecay | None, rank: int, width: int) -> Tensor | None:

@@ -20,13 +20,15 @@ Source: Echo, §3.2, Appendices A, F, I.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import may_branch
-from halflife.ops.backends.dispatch import choose, implements
+from halflife.ops.arguments import may_branch, not_plain
+from halflife.ops.backends import dispatch, triton
+from halflife.ops.backends.dispatch import implements
 from halflife.ops.backends.native import koopman as native
 from halflife.ops.koopman import graph, reference  # noqa: F401 (the reference registers itself)
 from halflife.ops.koopman.call import KoopmanCall
@@ -49,6 +51,7 @@ from halflife.packing import Packing
 from halflife.precision import compute_dtype, without_autocast
 
 OP = "koopman_attention"
+LARGEST = 64  # rows of a matrix in the Triton kernels
 
 
 def koopman_attention(
@@ -129,7 +132,7 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     call.check()
     dtype, output_dtype = compute_dtype(call.k), call.v.dtype
     call = call.with_weights(dtype)
-    implementation = choose(OP, backend, call.k.device, call)
+    implementation = dispatch.choose(OP, backend, call.k.device, call)
     with without_autocast(call.k.device):
         masked = replace(call, k=mask_keys(call.k, call.mask))
         readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator)
@@ -140,11 +143,13 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
             memory = freeze_norm(memory, call.k.to(dtype), call.packing)
         if call.mode != "chunk":
             implementation = native.run if implementation is native.run else _prefix
+        elif implementation is by_kernels:
+            pass
         elif backend != "reference" and not may_branch(call.k.device):
             implementation = graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
-        if implementation not in (native.run, _native_step):  # the kernels read bfloat16 as it is
+        if implementation not in (native.run, _native_step, by_kernels):  # the kernels read bfloat16 as it is
             masked = replace(masked, **{name: getattr(masked, name).to(dtype) for name in "qkv"})
         y, memory, retries = implementation(masked, memory, readout)
     return KoopmanResult(y.to(output_dtype), memory.to_state(), retries)
@@ -230,6 +235,30 @@ def _needs_grad(call: KoopmanCall, memory: KoopmanMemory) -> bool:
     """Whether a gradient flows through this call."""
     tensors = call.q, call.k, call.v, call.gamma, call.mix, *memory.to_state().values()
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def why_not_by_kernels(op: str, device: torch.device, call: KoopmanCall | None = None) -> str | None:
+    """Return the reason why the Triton kernels cannot run on `device` (and this call, if given), or None."""
+    if call is not None:
+        if (odd := not_plain(*vars(call).values(), *(call.initial_state or {}).values())) is not None:
+            return odd
+        if compute_dtype(call.k) == torch.float64:
+            return f"the Triton kernels of {op} do not take float64"
+        if call.operator != "whitened":
+            return f"the Triton kernels of {op} do not cover operator={call.operator!r}"
+        sizes = {"rank": call.k.shape[-1], "value size": call.v.shape[-1], "chunk_size": call.tokens_per_operator}
+        for name, size in sizes.items():
+            if size > LARGEST:
+                return f"the Triton kernels of {op} take a {name} of at most {LARGEST}; got {size}"
+    return triton.why_not(op, device)
+
+
+@implements(OP, "triton", why_not=why_not_by_kernels)
+def by_kernels(
+    call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout
+) -> tuple[Tensor, KoopmanMemory, Count]:
+    """Operators are factorised and read by our Triton kernels; the sums are those of `graph`."""
+    return graph.run(call, memory, readout, partial(triton.read_operators, dtype=call.v.dtype))
 
 
 implements(OP, "native", native.run, why_not=native.why_not)

@@ -1,4 +1,4 @@
-"""Our Triton kernels of linear attention, the delta rule and GateRank, and for single tokens of all ops on a state.
+"""Our Triton kernels of linear attention, the delta rule, GateRank and Koopman attention, and for single tokens.
 
 The other modules of this package import triton. `run` loads them, and `import halflife` needs torch alone.
 """
@@ -80,7 +80,7 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    for name in ("op", "step"):
+    for name in ("op", "step", "koopman"):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 
@@ -112,6 +112,20 @@ def run_step(call: Call) -> tuple[Tensor, Any]:
     scale = float(call.output_scale)
     o, *states = torch.ops.halflife.triton_step(q, k, v, g, beta, a, b, g_slow, state, slow, scale)
     return o, states[0] if len(states) == 1 else tuple(states)
+
+
+def read_operators(
+    q: Tensor, sums: Tensor, norms: Tensor, gamma: Tensor, weights: Tensor, ridge: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Read operators of Koopman attention: the outputs in `dtype`, and how many factorisations failed.
+
+    The queries are `[rows, n, S, H, R]`, the outputs `[rows, n, S, H, P]`, the sums `[G M Cᵀ]` of chunks
+    `[n, rows, H, R, 2 R + P]`, m² `[n, rows, H]`, γ `[H]` and μ `[K + 1, H]`; `ops.koopman.op` has the equations.
+    """
+    load()
+    tensors = (x.contiguous() for x in (q, sums, norms, gamma, weights))
+    y, failures, _ = torch.ops.halflife.triton_koopman(*tensors, ridge, dtype)
+    return y, failures
 
 
 def _dense(x: Tensor) -> Tensor:
