@@ -17,7 +17,10 @@ BY_EXPERIMENT = {
     ("gated_deltanet", "gate"), ("retnet", "position"), ("retnet", "conv_size"), ("gla", "conv_size"),
 }  # fmt: skip
 BASES = ("mamba2", "simple", "retnet", "gla", "rwkv7", "gated_deltanet", "llama")
-ENDS = {("echo-mqar", "paper"): ":4x64"}  # what follows a preset's name
+ENDS = {  # what follows a preset's name
+    ("echo-mqar", "paper"): ":4x64", ("post-review", "smoke"): ":4x32", ("post-review", "small"): ":4x32",
+    ("post-review", "large"): ":4x128",
+}  # fmt: skip
 OWN_MODELS = ("echo-tiers", "koopman-powers", "decay-design")  # they take no presets
 PLACES = [(name, scale) for name in EXPERIMENTS for scale in EXPERIMENTS[name].scales if name not in OWN_MODELS]
 

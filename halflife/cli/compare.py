@@ -129,7 +129,8 @@ class Compare:
     experiment: str | None = None
     """A paper's experiment, which brings its models. Recall and tracking: echo-transfer, echo-mqar, echo-tiers,
     echo-ablations, gate-rank-s5, gate-rank-mqar, gate-rank-niah, koopman-powers, mqar-updates, post-mqar,
-    post-taken-apart, overview. Text: decay-design, decay-lm, post-lm, echo-lm, gate-rank-lm, post-taken-apart-text."""
+    post-review, post-taken-apart, overview. Text: decay-design, decay-lm, post-lm, echo-lm, gate-rank-lm,
+    post-taken-apart-text."""
     scale: str = "smoke"
     """smoke (minutes on 2 cores), small (an hour), paper or large (GPUs). Some experiments have more, such as
     paper-440m."""

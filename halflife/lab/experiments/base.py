@@ -211,7 +211,8 @@ MODULES = {
     "echo-mqar": "echo", "echo-ablations": "echo", "echo-tiers": "echo_tiers", "gate-rank-s5": "gate_rank",
     "gate-rank-mqar": "gate_rank", "gate-rank-niah": "gate_rank", "koopman-powers": "evidence.koopman_powers",
     "overview": "evidence.overview", "post-taken-apart": "evidence.post_parts",
-    "post-taken-apart-text": "evidence.post_parts", "mqar-updates": "evidence.reassigned",
+    "post-taken-apart-text": "evidence.post_parts", "post-review": "evidence.post_review",
+    "mqar-updates": "evidence.reassigned",
     "decay-lm": "language_models.decay", "echo-lm": "language_models.echo",
     "gate-rank-lm": "language_models.gate_rank", "post-lm": "language_models.post",
 }  # fmt: skip
