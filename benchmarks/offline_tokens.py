@@ -1,4 +1,4 @@
-"""The launches of kernels that are no op on a sequence of states: the step of a token."""
+"""The launches of kernels that are no op on a sequence of states: the step of a token, and log-decays."""
 
 from __future__ import annotations
 
@@ -40,8 +40,30 @@ def step(parts: tuple[str, ...], key: int, value: int, batch: int = 1, heads: in
 
 def launches() -> dict[str, list[Launch]]:
     """Case → its launches."""
-    return {
+    steps = {
         f"token, {name}, {key} × {value}": step(parts, key, value)
         for name, parts in FORMS.items()
         for key, value in SIZES
     }
+    return steps | decays()
+
+
+def decays() -> dict[str, list[Launch]]:
+    """The kernels of log-decays, forward and backward, of scalar and vector decays, and of PoST's spectrum."""
+    from halflife.ops.backends.triton import laws, post
+
+    found: dict[str, list[Launch]] = {}
+    for case, shape, channels, with_step in (
+        ("mamba2", "softplus", 32, True), ("gla", "logsigmoid", 1024, False), ("rwkv7", "sigmoid", 1024, False),
+    ):  # fmt: skip
+        f, vector = meta(16, 2048, channels, dtype=torch.bfloat16), meta(channels)
+        given = (f, vector, vector, vector, meta(2048, dtype=torch.long), shape, 1.0, 0.0, None)
+        with offline_kernels.captured(found.setdefault(f"decays, {case}", [])):
+            laws._log_decay(*given, with_step)
+            laws._log_decay_backward(f.float(), f.float() if with_step else None, *given)
+    for count in (32, 2048):
+        vector = meta(count)
+        with offline_kernels.captured(found.setdefault(f"spectrum, {count}", [])):
+            post._spectrum(meta(1), vector[1:], 8.0)
+            post._spectrum_backward(meta(1), vector[1:], vector, vector, 8.0)
+    return found

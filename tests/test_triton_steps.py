@@ -4,13 +4,14 @@ They are compiled where there is a GPU, and run in Triton's interpreter elsewher
 """
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import assert_close, call_of, generator, op_inputs, relative_error, rounded
-from pairwise import crossed
+from pairwise import crossed, slow_beyond
 
-from halflife import ops
+from halflife import LanguageModel, ops, preset
 from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.spec import OPS
@@ -148,3 +149,36 @@ def test_as_a_custom_op(form):
     given += [call.decay, *(call.get(name) for name in ("beta", "a", "b", "g_slow")), *(*call.state, None)[:2], 0.3]
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.halflife.triton_step, tuple(given), test_utils=checks)
+
+
+PRESETS = ("mamba2+post+gate_rank", "gated_deltanet+post", "gla", "rwkv7", "kda")
+
+
+@pytest.mark.parametrize("name", slow_beyond(PRESETS[:1], PRESETS))
+def test_models_decode_as_on_a_gpu(name, monkeypatch):
+    """Tokens that go through the kernels, with decays and gates, give what the definition gives."""
+    torch.manual_seed(0)
+    config = preset(name, hidden_size=32, num_layers=2, vocab_size=16, num_heads=2)
+    model = LanguageModel(config).to(DEVICE).eval()
+    for parameter in model.parameters():  # RWKV-7's output maps start at zero
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    ids = torch.randint(16, (2, 6), device=DEVICE)
+    with torch.no_grad():
+        want, state = model(ids)[0][:, 3:], model(ids[:, :3])[1]
+        step_of, launched, got = dispatch.step_of, [], []
+        cuda = torch.device("cuda")
+        monkeypatch.setattr(dispatch, "step_of", lambda call, backend, device: step_of(call, backend, cuda))
+        monkeypatch.setattr(dispatch, "_interpreted", lambda name, device: False)
+        for op, backends in ((op, OPS[op].steps) for op in OPS.names()):
+            for kind, known in backends.items():
+
+                def run(call, op=op, function=known.function):
+                    launched.append(op)
+                    return function(call)
+
+                monkeypatch.setitem(backends, kind, replace(known, function=run))
+        for t in range(3, 6):
+            logits, state = model(ids[:, t : t + 1], state)
+            got.append(logits)
+    assert len(launched) == 6
+    assert_close(torch.cat(got, 1).cpu(), want.cpu(), 2e-5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from halflife.ops.laws import Law, log_decay, log_of
 from halflife.packing import Packing
 from halflife.precision import Float32Module
 from halflife.registry import Registry, check_options, constructor_parameters
@@ -26,21 +28,21 @@ class DecayParts(NamedTuple):
 
     Attributes:
         g: log-decays.
-        step: the step size (`Decay.step_size`), or None if the strategy has none.
-        log_stretch: the logarithm of PoST's factor on g (`PoST.log_stretch`), or None without PoST.
+        step: the step size (`Decay.step_size`), or None if the strategy has none or it was not asked for.
+        log_stretch: computes the logarithm of PoST's factor on g (`PoST.log_stretch`); None without PoST.
     """
 
     g: Tensor
     step: Tensor | None
-    log_stretch: Tensor | None
+    log_stretch: Callable[[], Tensor] | None
 
 
 class Decay(Float32Module):
     """Log-decays `g ≤ 0` from activations f, `[B, T, H]` (scalar) or `[B, T, H, K]` (vector).
 
-    A strategy is one file. It creates its parameters, draws them in `reset_parameters` and computes its law in
-    `log_decay`. A strategy with base rates is a `SpectralDecay`, and PoST can wrap it. Class attributes describe the
-    strategy:
+    A strategy is one file. It creates its parameters, draws them in `reset_parameters` and states its law in `law`, or
+    computes it in `log_decay` if it is of another form. A strategy with base rates is a `SpectralDecay`, and PoST can
+    wrap it. Class attributes describe the strategy:
 
     * `data_dependent`: whether `g` depends on f. If not, layers have no projection for f, and only its shape counts.
     * `shares_keys`: whether the architecture that it comes from writes `k = 1 − λ`.
@@ -91,12 +93,17 @@ class Decay(Float32Module):
         self.layer_idx, self.num_layers = layer_idx, num_layers
         self.shape: tuple[int, ...] = (num_heads,) if granularity == "scalar" else (num_heads, head_dim)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "log_decay" in vars(cls) and "law" not in vars(cls):
+            cls.law = Decay.law  # what `log_decay` computes takes the place of an inherited law
+
     def reset_parameters(self) -> None:
         """Draw the parameters from the initial distribution of the strategy. Each call gives a new draw."""
 
     def forward(
         self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
-        parts: bool = False,
+        parts: bool = False, with_step: bool = True, taper: Tensor | None = None, offset: Tensor | None = None,
     ) -> Tensor | DecayParts:  # fmt: skip
         """Compute log-decays `g ≤ 0` in float32 (float64 for float64 activations).
 
@@ -106,19 +113,46 @@ class Decay(Float32Module):
             log_rate: base log-rates `[H]` or `[H, K]` that replace the strategy's (PoST), or None.
             step: `step_size(f)`, if the caller has it already.
             parts: whether to return `DecayParts`.
+            with_step: whether the parts have the step size.
+            taper, offset: PoST's α and the part of its stretch that does not depend on the position, see
+                `ops.laws`, in the shape of the base log-rates.
         """
+        with_step = parts and with_step and self.has_step_size
+        if step is None and (law := self.law(log_rate)) is not None:
+            self._check(f)
+            options = {"taper": taper, "offset": offset, "position": position, "with_step": with_step}
+            g, step = log_decay(f, law, **options)
+            return DecayParts(g, step, None) if parts else g
         f = self._wide(f)
-        if parts and step is None and self.has_step_size:
+        if step is None and with_step:
             step = self.step_size(f)
         g = self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
+        if taper is not None and position is not None:
+            stretch = -log_of(position, taper.dtype).view(*position.shape, *[1] * taper.ndim) * taper
+            g = g * (stretch if offset is None else stretch + offset).exp().to(g.dtype)
         return DecayParts(g, step, None) if parts else g
+
+    @classmethod
+    def has_law(cls) -> bool:
+        """Whether the strategy states its law in `law`."""
+        return cls.law is not Decay.law
+
+    def law(self, log_rate: Tensor | None) -> Law | None:
+        """The law in the form of `ops.laws`, or None if it is of another form, which `log_decay` computes.
+
+        Args:
+            log_rate: base log-rates in the place of the strategy's, or None.
+        """
+        return None
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         """The law: `g` from float32 activations and base log-rates. None means the strategy's parameters.
 
         Strategies with a `step_size` take it as `step`.
         """
-        raise NotImplementedError
+        if (law := self.law(log_rate)) is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither a law nor a log_decay")
+        return law.log_decay(law.step(f) if step is None else step)
 
     def scan(
         self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None,
@@ -151,12 +185,16 @@ class Decay(Float32Module):
 
     def _wide(self, f: Tensor) -> Tensor:
         """Check the shape of f and return it in float32 or float64."""
+        self._check(f)
+        return f if f.dtype == torch.float64 else f.float()
+
+    def _check(self, f: Tensor) -> None:
+        """Check the shape of f, and warn if a policy rounds the parameters."""
         if f.shape[2:] != self.shape:
             raise ValueError(f"f must be [B, T, {', '.join(map(str, self.shape))}]; got {tuple(f.shape)}")
         for x in self._parameters.values():
             if x is not None and x.dtype.itemsize < 4:
                 warnings.warn(ROUNDED, stacklevel=2)
-        return f if f.dtype == torch.float64 else f.float()
 
     def _rest(self) -> Tensor:
         """Zero activation of one token, `[1, 1, H]` or `[1, 1, H, K]`."""

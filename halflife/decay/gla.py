@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.decay.base import DECAYS, Decay
+from halflife.ops.laws import Law
 
 
 @DECAYS.add("gla")
@@ -22,8 +23,8 @@ class GLADecay(Decay):
             raise ValueError(f"tau must be positive; got {tau}")
         self.tau = tau
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        return F.logsigmoid(f) / self.tau
+    def law(self, log_rate: Tensor | None) -> Law:
+        return Law("logsigmoid", factor=1 / self.tau)
 
 
 @DECAYS.add("gla_released")

@@ -63,7 +63,7 @@ class ReleasedHGRN2Decay(HGRN2Decay):
 
     def forward(
         self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
-        parts: bool = False, shared: Any = None,
+        parts: bool = False, shared: Any = None, **options: Any,
     ) -> Tensor | DecayParts:  # fmt: skip
         g = bounded(self._wide(f), self.lower_bound(shared))
         return DecayParts(g, None, None) if parts else g

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from halflife.decay.base import DECAYS, Decay, DecayParts
 from halflife.decay.minimax import geometric_rates
 from halflife.decay.spectral import SpectralDecay, check_rate_start
+from halflife.ops.laws import Law
 from halflife.packing import Packing
 from halflife.precision import inverse_softplus
 from halflife.registry import check_choice
@@ -89,14 +90,11 @@ class Mamba2Decay(SpectralDecay):
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size softplus(f + Δ) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""
-        f, bias = f if f.dtype == torch.float64 else f.float(), self.dt_bias
-        step = F.softplus(f if bias is None else f + bias)
-        return step.clamp(self.min_step, self.max_step) if self.min_step or self.max_step is not None else step
+        return Mamba2Decay.law(self, None).step(f)
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
-        log_rate = self.A_log if log_rate is None else log_rate
-        step = self.step_size(f) if step is None else step
-        return -step if log_rate is None else -log_rate.exp() * step
+    def law(self, log_rate: Tensor | None) -> Law:
+        rate = self.A_log if log_rate is None else log_rate
+        return Law("softplus", self.dt_bias, rate, least=self.min_step, most=self.max_step)
 
     def rate_offset(self) -> float:
         step = 1e-2 if self.step_bias == "random" else self.POST_STEP  # the middle of a random step
@@ -173,10 +171,10 @@ class Mamba2Bare(Decay):
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size softplus(f) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""
-        return F.softplus(f if f.dtype == torch.float64 else f.float())
+        return self.law(None).step(f)
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
-        return -(self.step_size(f) if step is None else step)
+    def law(self, log_rate: Tensor | None) -> Law:
+        return Law("softplus")
 
 
 @DECAYS.add("mamba2_headwise")

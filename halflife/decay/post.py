@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import ROUNDED, Decay, DecayParts
 from halflife.decay.minimax import FASTEST_RATE, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
+from halflife.ops.laws import log_of, ordered_spectrum, tapers
 from halflife.packing import Packing
 from halflife.precision import inverse_softplus, inverse_softplus_of
 
@@ -116,11 +116,7 @@ class PoST(Decay):
 
     def base(self) -> Tensor:
         """The sorted base parameters `[N]`, strictly increasing: log-rates, or logits for RWKV-7."""
-        theta, delta = self.theta.squeeze(0), self.delta
-        if theta.dtype.itemsize < 4:
-            warnings.warn(ROUNDED, stacklevel=2)
-            theta, delta = theta.float(), delta.float()
-        return theta + torch.cat([theta.new_zeros(1), F.softplus(delta).cumsum(0)])
+        return self._spectrum()[0]
 
     def log_rates(self) -> Tensor:
         """The sorted log-rates p, `[N]`, strictly increasing."""
@@ -128,44 +124,71 @@ class PoST(Decay):
 
     def taper(self) -> Tensor:
         """The exponents α `[N]`, in [0, 1]; a single channel, or a static spectrum, has α = 0."""
-        return self._tapers(self.base())[0]
+        base, taper = self._spectrum()
+        return torch.zeros_like(base) if taper is None else taper
 
-    def _tapers(self, base: Tensor) -> tuple[Tensor, Tensor]:
-        """α, and ᾱ of a geometric spectrum, which falls from 1 to 0: `[N]` each."""
-        if self.channels == 1 or not self.stretch:
-            return base.new_zeros(self.channels), base.new_zeros(self.channels)
-        ideal = torch.linspace(1, 0, self.channels, dtype=base.dtype, device=base.device)
-        p = base if self.sorts_log_rates else self.decay.post_log_rates(base)
-        k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
-        gap = (p[-1] - p[0]) / (self.channels - 1)
-        return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1), ideal
+    def _spectrum(self) -> tuple[Tensor, Tensor | None]:
+        """The base parameters, and α where it is not 0: `[N]` each."""
+        theta, delta = self.theta, self.delta
+        if theta.dtype.itemsize < 4:
+            warnings.warn(ROUNDED, stacklevel=3)
+            theta, delta = theta.float(), delta.float()
+        if self.channels == 1:
+            return theta.clone(), None
+        base, taper = ordered_spectrum(theta, delta, math.log(self.train_length))
+        if not self.stretch:
+            return base, None
+        return base, taper if self.sorts_log_rates else tapers(
+            self.decay.post_log_rates(base), math.log(self.train_length)
+        )
+
+    def _offset(self, taper: Tensor) -> Tensor | None:
+        """`ᾱ log t_ref [N]`, with ᾱ of a geometric spectrum, which falls from 1 to 0; None for 0."""
+        if self.reference_length == 1:
+            return None
+        return torch.linspace(math.log(self.reference_length), 0, self.channels, dtype=taper.dtype, device=taper.device)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         return self.decay.log_decay(f, self.base().view(self.base_shape))
 
     def forward(
         self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
-        parts: bool = False,
+        parts: bool = False, with_step: bool = True,
     ) -> Tensor | DecayParts:  # fmt: skip
         if position is None:
             position = torch.arange(1, f.shape[1] + 1, device=f.device)
-        base = self.base()
-        rates, stretch = base.view(self.base_shape), self.log_stretch(position, base)
-        if self.sorts_log_rates:
-            g, step, _ = self.decay(f, log_rate=rates, step=step, parts=True)
-            g = g * stretch.exp().to(g.dtype)
-        else:
-            g = self.decay(f, log_rate=rates + stretch)
-        return DecayParts(g, step, stretch) if parts else g
+        base, taper = self._spectrum()
+        options: dict[str, Any] = {"log_rate": base.view(self.base_shape)}
+        if taper is not None and (self.sorts_log_rates or self.decay.has_law()):
+            offset = self._offset(taper)
+            options |= {
+                "taper": taper.view(self.base_shape), "position": self._limited(position),
+                "offset": None if offset is None else offset.view(self.base_shape),
+            }  # fmt: skip
+        elif taper is not None:
+            options["log_rate"] = options["log_rate"] + self._stretched(position, taper)
+        found = self.decay(f, step=step, parts=parts, with_step=with_step, **options)
+        if not isinstance(found, DecayParts):
+            return found
+        like = base if taper is None else taper
+        return DecayParts(found.g, found.step, lambda: self._stretched(position, taper, like))
 
-    def log_stretch(self, position: Tensor, base: Tensor | None = None) -> Tensor:
+    def _limited(self, position: Tensor) -> Tensor:
+        return position if self.last_position is None else position.clamp(max=self.last_position)
+
+    def log_stretch(self, position: Tensor) -> Tensor:
         """`ᾱ log t_ref − α log t` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
-        taper, ideal = self._tapers(self.base() if base is None else base)
-        t = position.to(taper.dtype)
-        log_t = (t if self.last_position is None else t.clamp(max=self.last_position)).log().unsqueeze(-1)
-        stretch = -log_t * taper
-        if self.reference_length != 1:
-            stretch = stretch + ideal * math.log(self.reference_length)
+        base, taper = self._spectrum()
+        return self._stretched(position, taper, base)
+
+    def _stretched(self, position: Tensor, taper: Tensor | None, like: Tensor | None = None) -> Tensor:
+        """`log_stretch` of exponents α, where None is 0 for channels as those of `like`."""
+        if taper is None:
+            assert like is not None
+            stretch = like.new_zeros(*position.shape, self.channels)
+        else:
+            stretch = -log_of(self._limited(position), taper.dtype) * taper
+            stretch = stretch if (offset := self._offset(taper)) is None else stretch + offset
         return stretch.view(*position.shape, *self.base_shape)
 
     def step_size(self, f: Tensor) -> Tensor:
@@ -178,8 +201,8 @@ class PoST(Decay):
         return self.decay.shared_key(f, parts, state, cu_seqlens)
 
     def timescales(self, position: float = 1) -> Tensor:
-        rest, base = self._rest(), self.base()
-        rates, stretch = base.view(self.base_shape), self.log_stretch(rest.new_full((1,), position), base)
+        rest, (base, taper) = self._rest(), self._spectrum()
+        rates, stretch = base.view(self.base_shape), self._stretched(rest.new_full((1,), position), taper, base)
         if self.sorts_log_rates:
             return -1 / (self.decay.log_decay(rest, rates) * stretch.exp())[0, 0]
         return -1 / self.decay.log_decay(rest, rates + stretch)[0, 0]  # without RWKV-7's zigzag

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, DecayParts
 from halflife.decay.spectral import SpectralDecay
+from halflife.ops.laws import Law
 
 FASTEST_RATE = math.exp(-0.5)  # the upper limit of all rates
 
@@ -55,14 +56,14 @@ class RWKV7Decay(SpectralDecay):
             rise = (torch.arange(channels, dtype=torch.float32) / max(channels - 1, 1)) ** (1 + depth**0.3)
             self.logit.copy_(6 * rise.view(self.shape) - 5.5 + 2.5 * zigzag(*self.shape))
 
-    def forward(self, f: Tensor, **options: Any) -> Tensor | DecayParts:
+    def forward(self, f: Tensor, *, offset: Tensor | None = None, **options: Any) -> Tensor | DecayParts:
         """As `Decay.forward`, with the zigzag as a bias of f under PoST."""
-        f = self._wide(f)
-        return super().forward(f if self.zigzag is None else f + self.zigzag, **options)
+        if self.zigzag is not None:
+            offset = self.zigzag if offset is None else offset + self.zigzag
+        return super().forward(f, offset=offset, **options)
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        logit: Tensor = self.logit if log_rate is None else log_rate  # pyright: ignore[reportAssignmentType]
-        return -FASTEST_RATE * torch.sigmoid(f + logit)
+    def law(self, log_rate: Tensor | None) -> Law:
+        return Law("sigmoid", self.logit if log_rate is None else log_rate, factor=FASTEST_RATE)
 
     def release_rates(self) -> None:
         self.logit, self.zigzag = None, nn.Parameter(torch.empty(self.shape))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS
 from halflife.decay.spectral import SpectralDecay, no_base_rates
+from halflife.ops.laws import Law
 from halflife.precision import inverse_softplus
 
 
@@ -36,9 +36,8 @@ class SimpleDecay(SpectralDecay):
         if self.delta is not None:
             self.delta.fill_(math.log(self.p / (1 - self.p)))
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        offset = self.delta if log_rate is None else -inverse_softplus(log_rate.exp())
-        return F.logsigmoid(f if offset is None else f + offset)
+    def law(self, log_rate: Tensor | None) -> Law:
+        return Law("logsigmoid", self.delta if log_rate is None else -inverse_softplus(log_rate.exp()))
 
     def release_rates(self) -> None:
         if not self.p:

@@ -35,12 +35,13 @@ class DecayGate(Mixer):
         return self.decay_proj(x)
 
     def log_decays(
-        self, f: Tensor, position: Tensor, state: State, packing: Packing, shared: Shared | None = None
-    ) -> tuple[DecayParts, State]:
+        self, f: Tensor, position: Tensor, state: State, packing: Packing, shared: Shared | None = None, *,
+        with_step: bool = False,
+    ) -> tuple[DecayParts, State]:  # fmt: skip
         """The log-decays in the shape of f with their parts, and the new state of the decay, or an empty dict."""
         assert self.decay is not None
         if not self.decay.stateful:
             more = {"shared": shared} if self.decay.reads_shared else {}
-            return self.decay(f, position=position, parts=True, **more), {}
+            return self.decay(f, position=position, parts=True, with_step=with_step, **more), {}
         g, new = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
         return DecayParts(g, None, None), {} if new is None else {"decay": new}

@@ -114,7 +114,7 @@ class Mamba2(HasMemory, Mixer):
             ssm_features.pass_on(shared, q, k, values)
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
-            step = step * log_stretch.exp()
+            step = step * log_stretch().exp()
         v = scale_heads(values.to(ROOMY[values.dtype]), step, self.pass_backend)
         y, memory = self.memory(
             x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend

@@ -175,7 +175,7 @@ class RWKV7(Mixer):
         k, a, b = self.keys(xs["k"], xs["a"])
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
         if self.stretch_gain:
-            gain = log_stretch.exp().to(k.dtype)
+            gain = log_stretch().exp().to(k.dtype)
             k, b = gain * k, gain * b
         k, v, a, b = (x.to(r.dtype) for x in (k, v, a, b))  # autocast leaves some in float32
         o, memory = dplr(

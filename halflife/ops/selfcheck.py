@@ -179,11 +179,13 @@ def _cases(length: int) -> Iterator[tuple[str, str, dict[str, Tensor], dict[str,
         yield "koopman_attention", f"{refresh}, decayed", {"q": q, "k": k, "v": v, **decayed}, options
 
     for spec in (OPS[name] for name in OPS.names() if name not in VARIED):
-        known, tensors = {**SIZES, "T": length}, {}
+        known, tensors = {**SIZES, "T": length, "1": 1}, {}
         for name, shape in spec.tensors.items():
             x = randn(*shape.sizes(known)) if not shape.leading else randn(2, length, *shape.sizes(known))
             if name in spec.log_decays:
                 x = -x.exp()
+            elif shape.dtype == "int":
+                x = torch.arange(1.0, x.shape[1] + 1, dtype=x.dtype).expand(x.shape)
             elif name == "k":
                 x = F.normalize(x, dim=-1)
             elif len(shape.choices[0]) == 3 and shape.choices[0][-1][0] == "H":  # a strength or a step
@@ -213,12 +215,13 @@ def _run(
 
 
 def _call(op: str, arguments: dict[str, Tensor], options: dict[str, Any], backend: str) -> tuple[Tensor, Any]:
-    """`(o, final state)` of a call; the state of a pass is None."""
+    """`(o, final state)` of a call, or the two results of a pass; the second is None if it has one."""
     if op in VARIED:
         return VARIED[op](**arguments, **options, backend=backend, output_final_state=True)
     if OPS[op].state:
         return dispatch(op, arguments, None, None, backend, True, **options)
-    return run_pass(op, backend, list(arguments.values()), *options.values()), None
+    out = run_pass(op, backend, list(arguments.values()), *options.values())
+    return out if isinstance(out, tuple) else (out, None)
 
 
 def _error(got: Tensor, expected: Tensor) -> float:

@@ -207,10 +207,10 @@ class LinearMixer(DecayGate, HasMemory):
         g, key, gain, new = None, None, None, {}
         if self.decay is not None:
             f = self.decay_input(x)
-            parts, new = self.log_decays(f, position, state, packing, shared)
+            parts, new = self.log_decays(f, position, state, packing, shared, with_step=self.share_keys)
             g = parts.g
             if self.update.stretch_gain and parts.log_stretch is not None:
-                gain = parts.log_stretch.exp()
+                gain = parts.log_stretch().exp()
             if self.share_keys:
                 key = self.decay.shared_key(f, parts, state.get("decay"), packing)
             if self.paired:

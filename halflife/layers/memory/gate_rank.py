@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import State
-from halflife.ops import causal_conv1d, gate_rank
+from halflife.ops import causal_conv1d, gate_rank, laws
 from halflife.ops.gate_rank import check_reset_law
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, compute_dtype, without_autocast
@@ -88,7 +88,8 @@ class SlowGate(Float32Module):
                 cu_seqlens=packing, backend=self.pass_backend,
             )  # fmt: skip
         assert state is not None
-        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
+        g, _ = laws.log_decay(y, laws.Law("relu", rate=self.A_log))
+        return g.expand(*y.shape[:2], self.num_heads), state
 
 
 class GateRank(nn.Module):

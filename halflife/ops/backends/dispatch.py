@@ -173,7 +173,7 @@ def dispatch(
     return o if o.dtype == dtype else o.to(dtype), state if output_final_state else None
 
 
-def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings: Any, always: bool = False) -> Tensor:
+def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings: Any, always: bool = False) -> Any:
     """Run an op that is a pass over memory: `implementation(*tensors, *settings)`.
 
     With "auto", tensors of fewer than `SMALLEST_PASS` entries go through torch's expression, which is faster for them,

@@ -80,7 +80,7 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    for name in ("op", "step", "koopman"):
+    for name in ("op", "step", "laws", "post", "koopman"):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 

@@ -1,0 +1,157 @@
+"""The Triton kernels of log-decays and of PoST's spectrum equal the float64 expressions, with all gradients."""
+
+import math
+import sys
+
+import pytest
+import torch
+from helpers import assert_close, generator
+from pairwise import crossed
+
+from halflife import decay
+from halflife.ops.laws import SHAPES, Law, log_decay, ordered_spectrum
+
+if sys.platform != "linux":
+    pytest.skip("triton has Linux wheels only", allow_module_level=True)
+
+from halflife.ops.backends import triton
+from halflife.ops.backends.triton import laws as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
+WORST = {torch.float32: 9e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+
+
+def with_gradients(tensors, dtype, run):
+    """The results of `run` on these tensors, and the gradients of a fixed random sum of them, in float64."""
+    leaves = {name: x.detach().to(dtype[name]).to(DEVICE) for name, x in tensors.items()}
+    leaves = {name: x.requires_grad_(name != "position") for name, x in leaves.items()}
+    outputs = [x for x in run(**leaves) if x is not None]
+    draw = generator("loss")
+    weights = [torch.randn(x.shape, generator=draw).to(DEVICE) for x in outputs]
+    sum((x * w.to(x.dtype)).sum() for x, w in zip(outputs, weights, strict=True)).backward()
+    found = {str(i): x for i, x in enumerate(outputs)}
+    found |= {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    return {name: x.detach().double().cpu() for name, x in found.items()}
+
+
+def check_law(shape, channels, length=40, dtype=torch.float32, *, taper=True, limits=False, with_step=True, scale=3.0):
+    draw = generator(shape, channels, length)
+    tensors = {"f": scale * torch.randn(2, length, *channels, generator=draw).to(dtype)}
+    tensors |= {name: torch.randn(channels, generator=draw) for name in ("bias", "rate")}
+    if taper:
+        tensors["taper"] = torch.rand(channels, generator=draw)
+        tensors["position"] = torch.randint(1, 100_000, (2, length), generator=draw)
+    least, most = (0.2, 1.5) if limits else (0.0, None)
+
+    def run(backend):
+        def law(f, bias, rate, taper=None, position=None):
+            f = torch.cat([f, f], 1)[:, :length]  # other strides
+            law = Law(shape, bias, rate, 0.7, least, most)
+            return log_decay(f, law, taper=taper, position=position, with_step=with_step, backend=backend)
+
+        return law
+
+    names = dict.fromkeys(tensors, torch.float32) | {"f": dtype, "position": torch.long}
+    wide = {name: torch.long if name == "position" else torch.float64 for name in tensors}
+    got, want = with_gradients(tensors, names, run("triton")), with_gradients(tensors, wide, run("reference"))
+    assert_close(got, want, 4 * WORST[dtype])
+
+
+@crossed(
+    strength=1, shape=SHAPES, channels=[(5,), (4, 20), (100,)], dtype=[torch.float32, torch.bfloat16, torch.float16],
+    taper=[True, False], with_step=[True, False],
+)  # fmt: skip
+def test_laws(shape, channels, dtype, taper, with_step):
+    check_law(shape, channels, dtype=dtype, taper=taper, with_step=with_step)
+
+
+def test_limits_stop_the_gradient():
+    check_law("softplus", (4,), limits=True)
+
+
+@pytest.mark.parametrize("length", [0, 1, pytest.param(700, marks=pytest.mark.slow)])
+def test_lengths(length, monkeypatch):
+    """The last one has programs of several tiles."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    check_law("softplus", (16,), length)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_and_large_activations(shape):
+    """Slow decays have an error relative to themselves, and nothing overflows."""
+    f = torch.tensor([-120.0, -30, -15, -3, -1e-3, 0, 1e-3, 3, 15, 30, 120], device=DEVICE).expand(1, 3, 11)
+    got, step = log_decay(f, Law(shape), with_step=True, backend="triton")
+    want, wide = log_decay(f.double(), Law(shape), with_step=True, backend="reference")
+    for x, y in ((got, want), (step, wide)):
+        torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=1e-37)
+
+
+@crossed(strength=1, count=[2, 3, 17, 64], spread=[0.1, 3.0])
+def test_spectrum(count, spread):
+    """A wide spread has exponents at both limits, where they have no gradient."""
+    draw = generator(count, spread)
+    tensors = {"theta": torch.randn(1, generator=draw), "delta": spread * torch.randn(count - 1, generator=draw)}
+
+    def run(backend):
+        return lambda theta, delta: ordered_spectrum(theta, delta, math.log(64), backend=backend)
+
+    narrow, wide = (dict.fromkeys(tensors, dtype) for dtype in (torch.float32, torch.float64))
+    got, want = with_gradients(tensors, narrow, run("triton")), with_gradients(tensors, wide, run("reference"))
+    assert_close(got, want, 4 * WORST[torch.float32])
+
+
+STRATEGIES = ["mamba2", "gla", "simple", "rwkv7", "mamba2_headwise", "mamba2_no_a"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("post", [None, {}, pytest.param({"reference_length": 64}, marks=pytest.mark.slow)])
+def test_decays_run_by_the_kernels(name, post, monkeypatch):
+    """Whole strategies, with PoST and without, give what they give in float64; all that have a law use the kernel."""
+    torch.manual_seed(0)
+    granularity = "vector" if name in ("rwkv7", "mamba2_headwise", "gla") else "scalar"
+    strategy = decay.build(name, num_heads=4, head_dim=6, granularity=granularity)
+    if post is not None:
+        if name == "gla":
+            pytest.skip("GLA's decay has no base rates")
+        strategy = decay.PoST(strategy, train_length=64, **post)
+    f, position = torch.randn(2, 9, *strategy.shape), torch.randint(1, 64, (2, 9))
+
+    def run():
+        strategy.zero_grad()
+        inputs = f.to(next(strategy.parameters(), f).dtype, copy=True).requires_grad_()
+        g = strategy(inputs, position=position)
+        (g * torch.linspace(-1, 1, g.numel()).to(g).view(g.shape)).sum().backward()
+        grads = {key: p.grad for key, p in strategy.named_parameters()}
+        return {"g": g.detach(), "df": inputs.grad, **grads}
+
+    launched, launch = [], kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda *x: launched.append(1) or launch(*x))
+    with monkeypatch.context() as patch:
+        patch.setattr("halflife.ops.backends.dispatch._interpreted", lambda name, device: False)
+        patch.setattr("halflife.ops.backends.dispatch.choose", always_triton)
+        got = run()
+    assert len(launched) == (0 if name == "mamba2_no_a" else 2)
+    strategy.double()
+    want = run()
+    assert_close(got["g"], want["g"], 1e-6)
+    assert_close(got, want, 3.3e-4)  # θ's gradient is a sum that cancels
+
+
+def always_triton(op, backend, device, call=None):
+    """The choice of a CUDA device."""
+    from halflife.ops.spec import OPS
+
+    known = OPS[op].backends["triton"]
+    return (known if known.why_not(op, device, call) is None else OPS[op].backends["reference"]).function
+
+
+def test_as_custom_ops():
+    """What torch.compile and autograd rely on: schemas, shapes of fake tensors, and registered gradients."""
+    f, vector = torch.randn(2, 3, 4, requires_grad=True), torch.rand(4, requires_grad=True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    given = (f, vector, vector, vector, torch.arange(1, 4), "softplus", 1.0, 0.0, None, True)
+    torch.library.opcheck(torch.ops.halflife.triton_log_decay, given, test_utils=checks)
+    triton.load()
+    given = (torch.zeros(1, requires_grad=True), vector, 4.0)
+    torch.library.opcheck(torch.ops.halflife.triton_spectrum, given, test_utils=checks)
