@@ -155,9 +155,11 @@ def test_the_normalisation_acts_on_the_main_text_operator_only():
     assert (above, below) == (200, 200)
 
 
-def test_the_forms_run_in_plain_torch_alone():
-    with pytest.raises(ValueError, match=r"unknown backend.*auto, chunked, reference"):
-        koopman_attention(*inputs(4), normalization="paper", backend="triton")
+def test_the_form_of_the_main_text_runs_in_plain_torch_alone():
+    x = [part.float() for part in inputs(4)]
+    for backend in ("triton", "native"):
+        with pytest.raises(ValueError, match=r"'main_text'. Those that can: auto, chunked, reference"):
+            koopman_attention(*x, operator="main_text", backend=backend)
     assert_raises(ValueError, "unknown operator", koopman_attention, *inputs(4), operator="white")
 
 

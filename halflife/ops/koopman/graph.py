@@ -185,7 +185,7 @@ class Timeline:
         waiting = [
             None if x is None else F.pad(x[:, whole : whole + left], (0, 0, 0, 0, 0, room - left)) for x in timelines
         ]
-        last = timelines[0][:, whole - 1] if whole else memory.last
+        last = timelines[0][:, whole - 1] if whole else memory.last.clone()
         return KoopmanMemory(
             leaving, last, waiting[0], waiting[1], torch.full_like(memory.pending, left), pending_decays=waiting[2]  # type: ignore[arg-type]
         )  # fmt: skip

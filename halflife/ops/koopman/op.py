@@ -90,8 +90,8 @@ def koopman_attention(
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), in mode "chunk" only.
         backend: "auto", or one of `available_backends("koopman_attention")`. In modes "prefix" and "masked" the
-            backends "chunked" and "reference" are the same. The forms "trace", "paper" and "main_text", weights of
-            every power, and g run on these two alone.
+            backends "chunked", "triton" and "reference" are the same. "main_text" runs on "chunked" and "reference"
+            alone, and "native" has no "trace", "paper", weights of every power, and g either.
         operator: "whitened", or "main_text" for the paper's Eqs. 11 to 13, `A = M G̃⁻¹`, `A ← γ A / max(σ_max(A), 1)`
             with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
 

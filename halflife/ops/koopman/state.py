@@ -104,11 +104,18 @@ COMMITTED = (*Sums._fields, "last")  # the entries of a state that describe its 
 
 
 def blank(k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int = 0) -> KoopmanMemory:
-    """The memory before the first token; `decays` is the number of log-decays per head, 0 without decay."""
+    """The memory before the first token; `decays` is the number of log-decays per head, 0 without decay.
+
+    On an accelerator, where each launch counts, one number stands for all zeros.
+    """
     shapes, dtype = _shapes(k, v, sequences, chunk_size, decays), compute_dtype(k)
-    return KoopmanMemory.from_state(
-        {name: k.new_zeros(shape, dtype=torch.long if name == "pending" else dtype) for name, shape in shapes.items()}
-    )
+    pending = k.new_zeros(shapes.pop("pending"), dtype=torch.long)
+    if may_branch(k.device):
+        zeros = {name: k.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    else:
+        zero = k.new_zeros((), dtype=dtype)
+        zeros = {name: zero.expand(shape) for name, shape in shapes.items()}
+    return KoopmanMemory.from_state({**zeros, "pending": pending})
 
 
 def _shapes(k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int) -> dict[str, tuple[int, ...]]:
