@@ -14,7 +14,7 @@ class Packing:
     """The sequences of tokens `[B, T]`: B rows of T tokens, or N sequences packed along T in a single row.
 
     A model makes it once in a forward pass and passes it down in the place of `cu_seqlens`. The boundaries are then
-    checked once, and read from their device once.
+    checked once. They are read from their device once, by an implementation that needs them as numbers.
 
     Attributes:
         batch, length: B and T.
@@ -37,7 +37,7 @@ class Packing:
         Raises:
             TypeError: `packed` is no tensor of integers, None or `Packing`.
             ValueError: the boundaries do not rise from 0 to `length`, or `batch` is not 1; or the `Packing` is one of
-                other tokens.
+                other tokens. An accelerator, and compiled code, assert the first of these where they run.
         """
         if isinstance(packed, Packing):
             if (packed.batch, packed.length) != (batch, length):
@@ -51,6 +51,10 @@ class Packing:
         if packed.ndim != 1 or packed.numel() < 1:
             raise ValueError("cu_seqlens must be integers [N + 1]: the cumulative lengths, starting with 0")
         packing = cls(batch, length, packed)
+        if packed.device.type != "cpu" or torch.compiler.is_compiling():  # no host waits, and a graph has no values
+            right = (packed[0] == 0) & (packed[-1] == length) & (packed.diff() >= 0).all()
+            torch.ops.aten._assert_async.msg(right, "cu_seqlens must rise from 0 to T")
+            return packing
         bounds = packing.bounds
         if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {bounds}")
@@ -61,7 +65,7 @@ class Packing:
         assert self.cu_seqlens is not None
         if self.cu_seqlens.device == device:
             return self
-        moved = Packing(self.batch, self.length, self.cu_seqlens.to(device))
+        moved = Packing(self.batch, self.length, self.cu_seqlens.to(device, non_blocking=True))
         moved._bounds = self._bounds
         return moved
 

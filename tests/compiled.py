@@ -1,4 +1,4 @@
-"""Checks of what torch's compiler sees, each for a process of its own: `python -c "import compiled; compiled.ops()"`.
+"""Checks of models on a GPU without one, each for a process of its own: `python -c "import compiled; compiled.ops()"`.
 
 Tests run our kernels in Triton's interpreter and check annotations at run time, and neither can be traced. Here models
 are on the meta device and choose as on a GPU, and nothing is launched.
@@ -6,23 +6,30 @@ are on the meta device and choose as on a GPU, and nothing is launched.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "benchmarks")]
 
 import offline  # noqa: E402
 import offline_kernels  # noqa: E402
+import offline_models  # noqa: E402
 
-from halflife.ops.backends import triton  # noqa: E402
+from halflife import LanguageModel, preset  # noqa: E402
+from halflife.ops.backends import fla, fla_op, triton  # noqa: E402
+from halflife.ops.spec import OPS  # noqa: E402
 
 
 def kernels_of(graph: Any) -> Counter:
@@ -50,3 +57,86 @@ def ops() -> None:
             o.float().sum().backward()
         eager = [Counter(launch.name for launch in part) for part in offline.launches_of(case, 2, 100)]
         assert graphs == eager, f"{name}: compiled {graphs}, eager {eager}"
+
+
+@contextlib.contextmanager
+def on_a_gpu(with_fla: bool) -> Iterator[None]:
+    """Inside this block, ops choose as on an A100, with fla-core or without."""
+    names = [name for name in OPS.names() if "fla" in OPS[name].backends and name not in fla.UNSEEN]
+    kept = {name: OPS[name].backends["fla"] for name in names}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(offline_models.on_a_gpu())
+        stack.enter_context(offline_kernels.captured([]))
+        if with_fla:
+            for function, value in (("_versions", ((0, 6, 0), (3, 8, 0))), ("_capability", 8)):
+                stack.enter_context(mock.patch.object(fla, function, lambda *_, value=value: value))
+            for name, backend in kept.items():
+                stack.enter_context(mock.patch.dict(OPS[name].backends, {"fla": backend}))
+        yield
+
+
+def _model(name: str) -> Any:
+    with torch.device("meta"):
+        return LanguageModel(preset(name, hidden_size=128, num_layers=2, vocab_size=256)).bfloat16()
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros(batch, length, dtype=torch.long, device="meta")
+
+
+def one_graph(name: str, packed: bool = True, with_fla: bool = False) -> None:
+    """Check that Dynamo traces a forward pass, a packed one and a token of a model without a break."""
+    model, rows, graphs = _model(name).eval(), _ids(2, 80), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with on_a_gpu(False), torch.no_grad():
+        state = model(rows)[1]
+    with on_a_gpu(with_fla), torch.no_grad():
+        calls = [(rows, None, None), (rows[:, :1], state, None)]
+        calls += [(_ids(1, 80), None, torch.tensor([0, 40, 80], device="meta"))] if packed else []
+        for arguments in calls:
+            torch._dynamo.reset()
+            torch.compile(model, backend=keep, fullgraph=True)(*arguments)
+    assert len(graphs) == len(calls)
+    black = [node for node in graphs[0].graph.nodes if "halflife.fla" in str(node.target)]
+    assert bool(black) == with_fla
+
+
+class _NoWaits(TorchDispatchMode):
+    """Raises where the host would wait for a device. Tensors without data raise by themselves for values of theirs."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        if name == "repeat_interleave" and kwargs.get("output_size") is None and function is not SAME_COUNT:
+            raise RuntimeError("the length of repeat_interleave depends on values of the device")
+        out = function(*args, **kwargs)
+        copied = name in ("_to_copy", "copy_") and {
+            x.device.type for x in (args[0], args[-1], out) if torch.is_tensor(x)
+        }
+        if copied == {"cpu", "meta"} and not kwargs.get("non_blocking"):
+            raise RuntimeError(f"{function} waits for the device")
+        return out
+
+
+SAME_COUNT = torch.ops.aten.repeat_interleave.self_int
+
+
+def no_waits(name: str, packed: bool = True) -> None:
+    """Check that the host waits for no value of the device, forward and backward, of packed input, and for a token."""
+    model = _model(name)
+
+    def black_box(name: str, tensors: Any, scale: float) -> Any:
+        given = {key: x for key, x in tensors.items() if x is not None}
+        return fla_op.run(name, [*given], [*given.values()], scale)
+
+    with on_a_gpu(True), mock.patch.object(fla_op, "call", black_box), _NoWaits():
+        logits, state = model(_ids(2, 80))
+        logits.float().sum().backward()
+        if packed:
+            model(_ids(1, 80), cu_seqlens=torch.tensor([0, 40, 80], device="meta"))[0].float().sum().backward()
+        with torch.no_grad():
+            model.eval()(_ids(2, 1), state)

@@ -1,4 +1,4 @@
-"""What torch's compiler sees: whole models in one graph, with our kernels as its nodes."""
+"""Models on a GPU, judged without one: compiled in one graph with our kernels as its nodes, and without host waits."""
 
 import os
 import subprocess
@@ -7,14 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from halflife.models import PRESETS
+
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
+MODIFIED = ("mamba2+post", "mamba2+post+gate_rank", "gated_deltanet+gate_rank", "mamba2+ska", "mamba2+attention")
+PACKED = ("mamba2", "gated_deltanet", "mamba2+post+gate_rank")  # that run packed by our kernels, without fla
+# Their packed forms need the lengths of sequences as numbers: chunks in plain torch (on inputs that fla does not take),
+# running sums of LightNet, and caches of softmax and log-linear attention.
+READ_LENGTHS = (
+    "mamba3", "mamba3_mimo", "mamba3_echo", "longhorn", "longhorn_paper", "lightnet", "llama", "fox",
+    "mamba2+attention", "mamba2+swa", "mamba2+log_linear",
+)  # fmt: skip
 
-def run(call):
-    """Run a check of `compiled.py` in a process whose Triton has no interpreter."""
+
+def run(code):
+    """Run checks of `compiled.py` in a process whose Triton has no interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", f"import compiled; compiled.{call}"]
+    command = [sys.executable, "-W", "ignore", "-c", f"from compiled import *; {code}"]
     done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -22,3 +33,22 @@ def run(call):
 @pytest.mark.slow
 def test_compiled_ops_launch_the_same_kernels():
     run("ops()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PRESETS, *MODIFIED])
+def test_models_are_one_graph(name):
+    """Forward, packed and for a token, by our kernels and plain torch."""
+    run(f"one_graph({name!r}, packed={name in PACKED})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gla", "kda", "rwkv7"])
+def test_models_are_one_graph_with_fla(name):
+    run(f"one_graph({name!r}, with_fla=True)")
+
+
+@pytest.mark.slow
+def test_the_host_waits_for_no_value():
+    names = (*PRESETS, *MODIFIED, "mamba2+log_linear", "mamba2+swa", "gated_deltanet+koopman_mlp", "simple+tpe")
+    run("; ".join(f"no_waits({name!r}, packed={name not in READ_LENGTHS})" for name in names))

@@ -86,7 +86,8 @@ def stand_in(kernel, recurrence):
     signature = inspect.signature(kernel)
 
     def call(*positional, **named):
-        given = signature.bind(*positional, **named).arguments
+        given = {name: None for name in ("g", "initial_state", "cu_seqlens") if name in signature.parameters}
+        given |= signature.bind(*positional, **named).arguments
         cu_seqlens, state = given.pop("cu_seqlens"), given["initial_state"]
         assert type(given["scale"]) is float
         assert state is None or state.dtype == torch.float32
@@ -183,6 +184,23 @@ def test_full_resets(op, granularity, on_a_cpu):
     expected = run_op(op, arguments, backend="reference")
     assert got["dg"][arguments["g"] <= -1000].count_nonzero() == 0
     assert_close(got, expected, TOLERANCE)
+
+
+@on_linux
+@each_op
+@each_granularity
+@pytest.mark.parametrize("packed", [False, True])
+def test_as_an_op_of_a_compiler(op, granularity, packed, on_a_cpu, monkeypatch):
+    """The black box of compiled code gives what the kernels give, with gradients of each input."""
+    bounds = torch.tensor([0, 7, 7, 20]) if packed else None
+    arguments = rounded(op_inputs(op, granularity, 20, sequences=3 if packed else 1), torch.float32)
+    if packed:
+        del arguments["initial_state"]
+    expected = run_op(op, arguments, cu_seqlens=bounds, backend="fla")
+    count = len(on_a_cpu)
+    monkeypatch.setattr(fla.torch.compiler, "is_compiling", lambda: True)
+    assert_close(run_op(op, arguments, cu_seqlens=bounds, backend="fla"), expected, TOLERANCE)
+    assert len(on_a_cpu) == 3 * count  # its backward pass runs the forward pass again
 
 
 @on_linux

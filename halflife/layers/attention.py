@@ -144,7 +144,8 @@ class Attention(Mixer):
             row = packing.sequence
             slot = torch.arange(q.shape[1], device=q.device) - cu_seqlens[row]
         width = q.shape[1] if cu_seqlens is None else max(packing.counts, default=0)
-        longest = self._slots(first + new, width)
+        held = state["keys"].shape[1] if state else 0
+        longest = self._slots(first + new, width, held + width if cu_seqlens is None else None)
 
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
             filled = tokens.new_zeros(rows, size, *tokens.shape[2:])
@@ -163,12 +164,15 @@ class Attention(Mixer):
             cache = {name: _take(x, new, self.window - 1) for name, x in cache.items()}
         return o[row, slot].unflatten(0, q.shape[:2]), cache
 
-    def _slots(self, stop: Tensor, width: int) -> int:
-        """The slots of the caches that hold at most `width` new tokens a sequence, of which the last ends at `stop`."""
+    def _slots(self, stop: Tensor, width: int, enough: int | None) -> int:
+        """The slots of the caches that hold at most `width` new tokens a sequence, of which the last ends at `stop`.
+
+        Rows of equal length have `enough` with as many more as they have new tokens, so nothing waits for `stop`.
+        """
         if self.window is not None:
             return self.window - 1 + width
         if self.max_length is None:
-            return int(stop.max()) if len(stop) else 0
+            return enough if enough is not None else int(stop.max()) if len(stop) else 0
         message = f"the cache of softmax attention is full: it holds {self.max_length} tokens (max_length)"
         torch.ops.aten._assert_async.msg((stop <= self.max_length).all(), message)
         return self.max_length

@@ -24,19 +24,23 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halflife.ops.arguments import not_plain
+from halflife.ops.backends import fla_op
+from halflife.ops.backends.constant import cached_constant
+from halflife.ops.backends.fla_op import function as _function
 from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR
 
 MATRICES = ("q", "k", "v", "a", "b")
 # Earlier versions give wrong gradients of the delta rule on Hopper and past 2³¹ elements. Later ones are not tested.
 VERSIONS = ((0, 6), (0, 7))
+UNSEEN = ("forgetting_attention", "log_linear_attention", "ridge_attention")  # not calls of `fla_op`, so Dynamo stops
 
 
 def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
@@ -44,6 +48,8 @@ def why_not(op: str, device: torch.device, call: Call | None = None) -> str | No
 
     Without a call, only the device and the installed packages are judged.
     """
+    if torch.compiler.is_compiling() and op in UNSEEN:
+        return f"torch.compile cannot see fla's kernels of {op}"
     if device.type != "cuda":
         return f"fla's kernels run on CUDA devices, not on {device.type}"
     versions = _versions()
@@ -148,12 +154,13 @@ def _wrong_on_hopper(device: torch.device, triton: tuple[int, ...], key: int, va
     return None
 
 
+@cached_constant
 def _capability(device: torch.device) -> int:
     """The major compute capability of an NVIDIA device (9: Hopper, 10 and above: Blackwell); 0 for AMD's."""
     return 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
 
 
-@cache
+@cached_constant
 def _versions() -> tuple[tuple[int, ...], tuple[int, ...]] | str:
     """The versions of fla-core and Triton, or the reason why they cannot be used."""
     if importlib.util.find_spec("fla") is None:
@@ -260,12 +267,6 @@ def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return _function("forgetting_attn.parallel_forgetting_attn")(q, k, v, _clamped(g), scale=q.shape[-1] ** -0.5)
 
 
-def _function(name: str) -> Any:
-    """`fla.ops.<name>`, imported when it is called."""
-    module, _, function = name.rpartition(".")
-    return getattr(importlib.import_module(f"fla.ops.{module}"), function)
-
-
 def _bounds(call: Call) -> Tensor | None:
     bounds = call.packing.cu_seqlens
     return None if bounds is None else bounds.to(torch.int64)
@@ -273,11 +274,16 @@ def _bounds(call: Call) -> Tensor | None:
 
 def _run(name: str, call: Call, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
     """Call `fla.ops.<name>` on q, k, v and these gates; return `(o, final state [N, H, K, V])`."""
-    o, state = _function(name)(
-        call["q"], call["k"], call["v"], **gates, scale=float(call.output_scale),
-        initial_state=None if call.state is None else call.state[0].float(), output_final_state=True,
-        cu_seqlens=_bounds(call),
-    )  # fmt: skip
+    tensors = {
+        "q": call["q"], "k": call["k"], "v": call["v"], **gates,
+        "initial_state": None if call.state is None else call.state[0].float(),
+        "cu_seqlens": _bounds(call),
+    }  # fmt: skip
+    if torch.compiler.is_compiling():
+        given = {name: x for name, x in tensors.items() if x is not None}
+        o, state = fla_op.run(name, [*given], [*given.values()], float(call.output_scale))
+    else:
+        o, state = fla_op.call(name, tensors, float(call.output_scale))
     return o.to(call.output_dtype), state
 
 

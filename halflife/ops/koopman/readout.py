@@ -33,7 +33,10 @@ class KoopmanReadout:
         dtype, heads = compute_dtype(like), like.shape[2]
         # With μ = 0 as a number the powers would be multiplied by 0, so they are not computed.
         self.power = 0 if isinstance(mix, (int, float)) and mix == 0 else power
-        self.gamma, self.mix = (torch.as_tensor(x, dtype=dtype, device=like.device) for x in (gamma, mix))
+        self.gamma, self.mix = (  # a number is not copied to the device, which would wait for it
+            x.to(like.device, dtype) if isinstance(x, Tensor) else like.new_full((), x, dtype=dtype)
+            for x in (gamma, mix)
+        )
         self.gamma = self.gamma.expand(heads)[:, None, None]
         self.mix = (self.mix if self.mix.ndim == 2 else self.mix.expand(heads))[..., None, None]
 
