@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet
 
 .PHONY: native demo test slow doors faults test-oldest test-newest coverage lint format docs bench gpu dist constraints
-.PHONY: chromium clean gpu-offline
+.PHONY: chromium clean gpu-offline gpu-cache
 
 # The stamps are newer than these files once everything that they name is installed.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -108,8 +108,13 @@ bench: $(VENV)/installed-dev native
 	$(BIN)/python benchmarks/loss.py --write docs/benchmarks.md
 
 # Needs torch, einops, triton and this folder alone; no install, so that it runs on a bare GPU machine.
+gpu gpu-cache: ANY = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
+	$(ANY) benchmarks/gpu.py
+
+# The kernels of `make gpu`, compiled into .triton-gpu without a GPU. Needs the GPU machine's release of Triton.
+gpu-cache:
+	$(ANY) benchmarks/gpu_cache.py
 
 # The same kernels compiled for three cards without one, and what models ask of a card. Writes docs/gpu.md.
 gpu-offline: $(VENV)/installed-dev

@@ -1,264 +1,278 @@
-"""Correctness and speed of the ops on a GPU, in one run of under 10 minutes: `make gpu`.
+"""Correctness and speed of ops, models and passes on a GPU, in one call of less than ten minutes: `make gpu`.
 
-The run needs torch, triton and this repository. It measures fla-core too if that can be imported.
+It needs torch, triton and this repository, and measures fla-core's kernels if they are installed. Without a GPU it says
+what it would do. The phases of `PHASES` follow each other, and each has its time. A phase's jobs run in processes of
+their own, so a crash or a hang costs the rest of one process. Every row is appended at once to `rows.jsonl` in $OUT, or
+else to `benchmarks/results/<device>-<day>.jsonl`, so a call that is cut still counts.
 
-First every backend is compared with float64 on the device (`selfcheck`, `parity`), in several processes at once. Other
-processes compile the kernels that will be timed. Then the ops are timed alone on the device, forward and with backward,
-at 32K tokens (H 16, K = V = 64 and 128, T 1K to 128K). FlashAttention, fla, a matrix product and a copy are timed in
-the same run. A table of ratios is written to `benchmarks/results/`, and to $OUT if that is set; the seconds are in a
-file .json beside it.
+`make gpu-cache` compiles our kernels beforehand, into `.triton-gpu`, with the same release of Triton. Where that folder
+has been carried along, it is an error when one of them is compiled in a phase that is timed.
 
-A kernel that raises an error loses its rows in the table. The exit status is 1 after such an error or a wrong result.
-`--device cpu` runs the same code at toy sizes, with the Triton kernels too if TRITON_INTERPRET=1 is set.
+The exit status is 1 after a wrong result, an error, or such a compilation. `--device cpu` runs the same code at toy
+sizes, with the Triton kernels too if TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
+import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
+import gpu_cache  # noqa: E402
+import gpu_clock  # noqa: E402
+import gpu_jobs  # noqa: E402
+import gpu_models  # noqa: E402
 import parity  # noqa: E402
-import speed  # noqa: E402
 
 from halflife import ops  # noqa: E402
-from halflife.files import write_json  # noqa: E402
-from halflife.ops.backends.dispatch import available_backends, registered  # noqa: E402
+from halflife.ops.backends.dispatch import registered  # noqa: E402
 
-# Seconds from the start after which everything ends. Checks have half of them. The interpreter on a CPU gets more.
-SECONDS = {"cuda": 540, "cpu": 6000}
-FOREIGN = " / fla"  # ends the names of jobs with kernels that are not ours
+SLOWER = {"cuda": 1.0, "cpu": 20.0}  # factor of all times
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Jobs that share a span of time.
+
+    Attributes:
+        name: name in the plan.
+        until: seconds from the start of all after which its processes are ended.
+        families: the jobs of each process, as "kind: job".
+        at_once: whether its processes run at the same time, as nothing is timed.
+    """
+
+    name: str
+    until: float
+    families: list[list[str]]
+    at_once: bool = False
+
+
+def phases(device: str) -> list[Phase]:
+    """What is done, in order."""
+    sizes = gpu_clock.SCALES[device].sizes
+    whose = ("ours", "fla") if device == "cuda" else ("all",)
+
+    def timed(*parts: str) -> list[str]:
+        names = [name for name in gpu_jobs.OPS if name.startswith(parts)]
+        return [f"ops: {name} / {size} / {who}" for who in whose for size in sizes for name in names]
+
+    checks = [[f"parity: {name} / {who}"] for who in whose for name, (op, *_) in parity.CASES.items() if _has(op, who)]
+    checks += [[f"selfcheck: {op} / {who}"] for who in whose for op in ops.ops() if _has(op, who)]
+    ahead = _ahead(sizes) if device == "cuda" else []
+    return [
+        Phase("rates", 30, [["rates: "]]),
+        Phase("checks, and models compiled ahead", 180, [*ahead, *checks], at_once=True),
+        Phase("ops", 330, [
+            timed("softmax", "linear_attention, none", "linear_attention, scalar", "gate_rank, linear"),
+            timed("delta_rule, none", "delta_rule, scalar", "gate_rank, delta"),
+            timed("linear_attention, vector", "delta_rule, vector", "dplr"),
+            timed("log_linear", "ridge", "forgetting"),
+        ]),
+        Phase("steps", 450, [
+            [f"steps: {name} / {way}" for way in ("eager", "compiled")] for name in gpu_models.MODELS
+        ]),
+        Phase("passes", 490, [["passes: "]]),
+        Phase("decoding, Koopman attention", 540, [[f"decode: {name}" for name in (*gpu_models.DECODED, "koopman")]]),
+    ]  # fmt: skip
+
+
+def _ahead(sizes: tuple[int, ...]) -> list[list[str]]:
+    """What is compiled while checks run: models, of which two fit the memory at once, and fla's kernels."""
+    models = [[f"warm: {name}" for name in gpu_models.MODELS[start::2]] for start in (0, 1)]
+    foreign = [name for name in gpu_jobs.OPS if "fla" in gpu_jobs.backends_of(name)]
+    return models + [[f"warm: {name} / {size}" for size in sizes] for name in foreign]
+
+
+def _has(op: str, who: str) -> bool:
+    return who != "fla" or "fla" in registered(op)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--seconds", type=float, help="of the whole run; half of them are for checks (540 on a GPU)")
-    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
-    parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
-    parser.add_argument("--skip", nargs="*", default=[], help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else None)
+    parser.add_argument("--output", type=Path, help="file of the rows")
+    parser.add_argument("--cache", type=Path, default=gpu_cache.CACHE, help="folder of compiled kernels")
+    parser.add_argument("--only", nargs="*", default=[], help="kinds of jobs to run, such as ops and steps")
+    parser.add_argument("--work", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("make gpu: no CUDA device here; torch.cuda.is_available() is False")
-    if arguments.worker:
-        for name in arguments.names:
-            for row in WORKERS[arguments.worker](name, arguments.device, arguments.skip, arguments.until):
-                print("ROW " + json.dumps(row), flush=True)
-        return
-    began, device = time.time(), arguments.device
-    seconds = arguments.seconds or SECONDS[device]
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu, toy sizes"
-    file = f"{name.lower().replace(',', '').replace(' ', '-')}-{time.strftime('%Y%m%d')}.md"
-    folders = [Path(folder) for folder in (arguments.output, os.environ.get("OUT")) if folder]
-    checked, complaints = _checks(device, began + seconds / 2)
-    report = [f"# Ops on {name}", "", _versions(), "", *_checked(checked), ""]
-    _write(report, folders, file)
-    timed, more = _speeds(device, began + seconds)
-    complaints += more + [f"{row['name']} / {row['backend']}: {row['failure']}" for row in timed if "failure" in row]
-    wrong = bool(complaints) or not all(row.get("ok", True) for row in checked)
-    report += ["## Speed", "", *speed.table(timed), "", *speed.crossings(timed), ""]
-    report += [*(f"- {line}" for line in complaints), "", f"{time.time() - began:.0f} s in all."]
-    print("\n".join(report))
-    _write(report, folders, file)
-    for folder in folders:
-        write_json((folder / file).with_suffix(".json"), {"device": name, "ops": timed})
-    print(f"written to {arguments.output / file}")
-    if wrong:
-        sys.exit("make gpu: something is wrong or broke down on this device; see the report above")
+    if arguments.work is not None:
+        work(arguments.work, arguments.device, arguments.output)
+    elif arguments.device is None:
+        print("no CUDA device here; with one, these processes would run:\n" + plan(phases("cuda")))
+    else:
+        sys.exit(run_all(arguments))
 
 
-def _write(report: list[str], folders: list[Path], file: str) -> None:
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text("\n".join(report) + "\n")
+def plan(chosen: list[Phase]) -> str:
+    """What is done until when, a line for each process."""
+    lines = []
+    for phase in chosen:
+        lines.append(f"until {phase.until:.0f} s: {phase.name}{', at once' if phase.at_once else ''}")
+        lines += [f"  {'; '.join(family)}" for family in phase.families]
+    return "\n".join(lines)
 
 
-def _versions() -> str:
+def run_all(arguments: argparse.Namespace) -> int:
+    """Run all phases, print the report, and return the exit status."""
+    device, began = arguments.device, time.time()
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    day = f"{name.lower().replace(' ', '-')}-{time.strftime('%Y%m%d')}.jsonl"
+    out = os.environ.get("OUT")
+    rows = arguments.output or (Path(out) / "rows.jsonl" if out else FOLDER / "results" / day)
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.unlink(missing_ok=True)
+    cache = gpu_cache.use(arguments.cache) if device == "cuda" else "a CPU compiles nothing"
+    append(rows, {"part": "head", "device": name, "cache": cache or "used", **versions()})
+    for phase in phases(device):
+        families = [kept for family in phase.families if (kept := _only(family, arguments.only))]
+        run_phase(families, phase, device, rows, began + SLOWER[device] * phase.until)
+    found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    wrong = [row for row in found if row.get("ok") is False or (row.get("compiled") and cache is None)]
+    print(report(found), *(f"WRONG {json.dumps(row)}" for row in wrong), sep="\n")
+    print(f"{time.time() - began:.0f} s; rows in {rows}")
+    return bool(wrong)
+
+
+def _only(family: list[str], kinds: list[str]) -> list[str]:
+    return [job for job in family if not kinds or job.partition(":")[0] in kinds]
+
+
+def versions() -> dict[str, Any]:
     from importlib import metadata
 
-    found = {}
+    from offline_sources import sources
+
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "sources": sources()}
     for package in ("triton", "fla-core"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {listed}, {time.strftime('%Y-%m-%d')}."
+            found[package] = None
+    return found
 
 
-def _checked(rows: list[dict]) -> list[str]:
-    """Return the lines of `selfcheck` and of `parity` for the report."""
-    checks = [row for row in rows if "check" in row]
-    right = sum(row["ok"] for row in checks)
-    lines = [
-        "## selfcheck",
-        "",
-        f"{right} of {len(checks)} right.",
-        "",
-        "```",
-        *(row["check"] for row in checks),
-        "```",
-    ]
-    found = [row for row in rows if "case" in row]
-    return [*lines, "", "## Parity with float64 at length, plain and packed", "", *parity.table(found)]
+def append(file: Path, row: dict[str, Any]) -> None:
+    """Append a row; a short line is written at once, so processes may share the file."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
 
 
-# ------------------------------------------------------------------------------------------- processes
+# ------------------------------------------------------------------------------------------------- processes
 
 
-class Job:
-    """One worker in a separate process, so that a crash or a hang does not affect the others."""
+@dataclass
+class Process:
+    """A worker. It loads its libraries, and begins when it is told to, so that loading takes no time of a phase."""
 
-    def __init__(self, kind: str, names: list[str], device: str, skip: list[str], until: float) -> None:
-        self.kind = kind
-        self.title, self.until, self.log = f"{kind} {', '.join(names)}", until, tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, __file__, "--device", device, "--worker", kind, "--until", str(until)]
-        command += ["--names", *names, "--skip", *skip]
-        alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # one process runs on each core
+    jobs: list[str]
+    device: str
+    rows: Path
+    process: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        command = [sys.executable, __file__, "--device", self.device, "--output", str(self.rows), "--work", *self.jobs]
         self.process = subprocess.Popen(
-            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env=alone
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_AUTOTUNING": "1"},
+        )  # fmt: skip
+        self.said = ""
 
-    def running(self) -> bool:
-        """Return whether the process still runs; kill it when its time is over."""
-        if self.process.poll() is None and time.time() > self.until:
+    def begin(self) -> None:
+        self.process.stdin.write("begin\n")
+        self.process.stdin.flush()
+
+    def ended(self, until: float) -> bool:
+        """Whether it has ended. It is killed when its time is over, and a row says how it died."""
+        output = self.process.stdout
+        while select.select([output], [], [], 0)[0] and (text := os.read(output.fileno(), 65536)):
+            self.said = (self.said + text.decode(errors="replace"))[-2000:]
+        late = self.process.poll() is None and time.time() > until
+        if late:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        return self.process.poll() is None
-
-    def results(self) -> tuple[list[dict], list[str]]:
-        """Return its rows, and a list with the reason of its death if it did not end normally."""
-        self.log.seek(0)
-        lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
-        self.log.close()
-        rows = [json.loads(line[4:]) for line in lines if line.startswith("ROW ")]
-        rest = [line for line in lines if not line.startswith("ROW ")] or ["no output"]
-        status = self.process.returncode
-        died = {0: [], -signal.SIGKILL: [f"{self.title}: out of time"]}
-        return rows, died.get(status, [f"{self.title}: exit status {status}: {rest[-1][:200]}"])
+        status = self.process.poll()
+        if status is not None:
+            self.process.stdin.close()
+            output.close()
+        if status:
+            reason = "out of time" if late else f"exit status {status}: {self.said.strip().splitlines()[-1:]}"
+            append(self.rows, {"part": "end", "jobs": self.jobs, "failure": reason} | ({} if late else {"ok": False}))
+        return status is not None
 
 
-def _checks(device: str, until: float) -> tuple[list[dict], list[str]]:
-    """Return the rows of `selfcheck` and `parity`. On a GPU, kernels to be timed are compiled at the same time.
-
-    There fla's kernels have processes of their own, because an illegal access destroys the device's context.
-    """
-    names = {"parity": list(parity.CASES), "selfcheck": ops.ops()}
-    if device == "cpu":
-        waiting, slots = list(names.items()), 1
-    else:
-        theirs = [op for op in ops.ops() if "fla" in registered(op)]
-        names["parity"] += [name + FOREIGN for name, (op, *_) in parity.CASES.items() if op in theirs]
-        names["selfcheck"] += [op + FOREIGN for op in theirs]
-        compiled = [f"{op} / {size}" for size in speed.SIZES[device] for op in speed.OPS]
-        compiled += [name + FOREIGN for name in compiled if name.split(" / ")[0] in theirs]
-        waiting = [("parity", [name]) for name in names["parity"]]  # those that take longest come first
-        waiting += [("compile", [name]) for name in compiled] + [("selfcheck", [name]) for name in names["selfcheck"]]
-        slots = max(2, os.cpu_count() or 2)
-    running: list[Job] = []
-    rows, complaints = [], []
-    while waiting or running:
-        while waiting and len(running) < slots:
-            running.append(Job(*waiting.pop(0), device, [], until))
-        for job in [job for job in running if not job.running()]:
-            running.remove(job)
-            found, died = job.results()
-            rows += found
-            complaints += [] if job.kind == "compile" else died
-        time.sleep(0.1)
-    return rows, complaints
+def run_phase(families: list[list[str]], phase: Phase, device: str, rows: Path, until: float) -> None:
+    """Run the processes of a phase, all cores at once or one after another, with the next one already loaded."""
+    slots = max(1, (os.cpu_count() or 2) if phase.at_once and device == "cuda" else 1)
+    waiting, running = list(families), []
+    ready: list[Process] = []
+    while waiting or ready or running:
+        while waiting and len(ready) + len(running) < slots + 1:
+            ready.append(Process(waiting.pop(0), device, rows))
+        while ready and len(running) < slots:
+            running.append(ready.pop(0))
+            running[-1].begin()
+        running = [process for process in running if not process.ended(until)]
+        time.sleep(0.02)
+        if time.time() > until:
+            for process in ready:
+                process.ended(0)
+            for family in waiting:
+                append(rows, {"part": "end", "jobs": family, "failure": "out of time before its start"})
+            waiting, ready = [], []
 
 
-def _speeds(device: str, until: float) -> tuple[list[dict], list[str]]:
-    """Return the rows of `speed`, with one process a head size, first of ours alone and then of fla.
-
-    A kernel that crashed its process is not run again. Ours have three quarters of the time, because the tuning of
-    fla's kernels could take all of it.
-    """
-    rows, complaints = [], []
-    ours = [str(size) for size in speed.SIZES[device]]
-    theirs = [] if device == "cpu" else [name + FOREIGN for name in ours]
-    weights = [3] * len(ours) + [1] * len(theirs)
-    for index, name in enumerate([*ours, *theirs]):
-        stop = time.time() + (until - time.time()) * weights[index] / sum(weights[index:])
-        skip: list[str] = []
-        for _ in range(4):
-            job = Job("speed", [name], device, skip, stop)
-            while job.running():
-                time.sleep(0.1)
-            found, died = job.results()
-            rows += found
-            lost = [f"{row['name']} / {row['backend']}" for row in found if row.get("fatal")]
-            complaints += [] if lost else died
-            skip += [*lost, *{f"T {row['T']}" for row in found if "forward" in row}]
-            if not lost:
-                break
-    return rows, complaints
-
-
-# --------------------------------------------------------------------------------------------- workers
-
-
-def _one_configuration() -> None:
-    """Make Triton compile one configuration a kernel, because checks need no tuning.
-
-    Kernels that are timed are tuned in their process, and their results are checked again there.
-    """
-    try:
-        import triton
-    except ImportError:
+def work(jobs: list[str], device: str, rows: Path) -> None:
+    """Do these jobs, and append their rows and the kernels that were compiled."""
+    if not sys.stdin.readline():
         return
-    autotune = triton.autotune
-    triton.autotune = lambda configs, *rest, **options: autotune(configs[:1], *rest, **options)
+    for text in jobs:
+        kind, _, job = text.partition(": ")
+        with gpu_cache.watching() as seen:
+            for row in gpu_jobs.JOBS[kind](job, device):
+                append(rows, row)
+        if seen["hits"] or seen["compiled"]:
+            compiled = {} if kind in gpu_jobs.UNTIMED else {"compiled": seen["compiled"]}
+            append(rows, {"part": "cache", "job": text, "hits": len(seen["hits"]), **compiled})
 
 
-def _whose(name: str, device: str) -> tuple[str, bool | None]:
-    """Split a job's name into what it is about, and whether it is for fla's kernels (None on a CPU: for all)."""
-    return name.removesuffix(FOREIGN), name.endswith(FOREIGN) if device == "cuda" else None
+# ---------------------------------------------------------------------------------------------------- report
 
 
-def _parity(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
-    _one_configuration()
-    case, foreign = _whose(name, device)
-    yield from parity.rows(case, device, foreign)
+def report(rows: list[dict[str, Any]]) -> str:
+    """A table of what was timed: the median milliseconds, and in brackets those of a CUDA graph."""
+    columns = "part | what | backend | B × T | K | forward ms | with backward ms"
+    lines = [f"| {columns} |", "|---|---|---|---|---:|---:|---:|"]
+    for row in rows:
+        what = row.get("op") or row.get("model") or row.get("pass") or ""
+        cells = [_cell(row, name) for name in ("forward_ms", "both_ms")]
+        if "ms" in row:
+            cells = [_cell(row, "ms"), ""]
+        if any(cells):
+            shape = f"{row['B']} × {row['T']}" if "B" in row else ""
+            where = row.get("backend", row.get("way", ""))
+            lines.append(f"| {row['part']} | {what} | {where} | {shape} | {row.get('K', '')} | {' | '.join(cells)} |")
+    checks = [row for row in rows if "ok" in row]
+    return "\n".join([*lines, "", f"{sum(row['ok'] for row in checks)} of {len(checks)} checks are right."])
 
 
-def _selfcheck(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
-    _one_configuration()
-    op, foreign = _whose(name, device)
-    chosen = parity.chosen(available_backends(op, device), foreign)
-    for check in ops.selfcheck(device, ops=[op], backends=chosen).checks if chosen else ():
-        yield {"check": str(check), "ok": check.ok}
-
-
-def _compile(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
-    case, foreign = _whose(name, device)
-    speed.compile_kernels(case, device, foreign)
-    yield from ()
-
-
-def _speed(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
-    size, foreign = _whose(name, device)
-    yield from speed.rows(int(size), device, skip, until, foreign)
-
-
-WORKERS: dict[str, Callable[[str, str, list[str], float], Iterator[dict]]] = {
-    "selfcheck": _selfcheck, "parity": _parity, "compile": _compile, "speed": _speed,
-}  # fmt: skip
+def _cell(row: dict[str, Any], name: str) -> str:
+    if name not in row:
+        return ""
+    graph = row.get(f"graph_{name}")
+    return f"{row[name]:.3f}" + ("" if graph is None else f" ({graph:.3f})")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The script of `make gpu`, at toy sizes on a CPU. It ends normally and reports the kernels that fail."""
+"""The script of `make gpu`, at toy sizes on a CPU: its rows, its processes, and the folder of compiled kernels."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import cases, put_backend
+from helpers import put_backend
 
 from halflife.ops.spec import OPS
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="triton has Linux wheels only")
 
 
 @pytest.fixture(autouse=True)
@@ -25,70 +27,180 @@ def script(name):
     return importlib.import_module(name)
 
 
-def run(output, **environment):
-    kept = {name: value for name, value in os.environ.items() if name not in ("OUT", "TRITON_INTERPRET")}
-    command = [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--output", str(output)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**kept, "OMP_NUM_THREADS": "1", **environment}, check=False
-    )
-
-
-def timed_rows(text, backend):
-    """Return the cells of the speed table's rows of one backend. Each row must have both times and both ratios."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 15]
-    found = [cells for cells in rows if cells[3] == backend]
-    for cells in found:
-        assert all(float(cells[column]) > 0 for column in (4, 5, 9, 10)), cells
-    return found
-
-
 @pytest.mark.slow
-def test_ends_well_on_a_cpu(tmp_path):
-    done = run(tmp_path / "results", OUT=str(tmp_path / "out"))
+@on_linux
+def test_all_of_it_in_the_interpreter(tmp_path):
+    """Every phase at toy sizes, with our Triton kernels. Rows arrive one by one, and $OUT has them."""
+    kept = {name: value for name, value in os.environ.items() if name != "OUT"}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu"], capture_output=True, text=True, check=False,
+        env={**kept, "OMP_NUM_THREADS": "1", "OUT": str(tmp_path), "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = (tmp_path / "results").glob("*.md")
-    text = file.read_text()
-    assert (tmp_path / "out" / file.name).read_text() == text
-    assert "WRONG" not in text
-    assert "FAILED" not in text
-    for op in ("linear_attention", "delta_rule", "gate_rank, linear", "gate_rank, delta"):
-        assert f"| {op} | 16 | chunked |" in text  # the lengths from which on it is faster than softmax attention
-    assert len(timed_rows(text, "chunked")) == 2 * 4
-    assert len(timed_rows(text, "SDPA")) == 2
-    assert all(cells[8] and cells[13] for cells in timed_rows(text, "chunked") if cells[2].startswith("gate_rank"))
-    assert "backend 'triton' cannot run this linear_attention" in text
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert not [row for row in rows if "failure" in row or row["part"] == "end"]
+    jobs = script("gpu_jobs")
+    timed = {(row["op"], row["backend"]) for row in rows if row["part"] == "ops"}
+    able = {(name, ours) for name in jobs.OPS for ours in jobs.backends_of(name, "ours")}
+    assert timed == able
+    assert {(row["model"], row["way"]) for row in rows if row["part"] == "steps"} == {
+        (name, way) for name in script("gpu_models").MODELS for way in ("eager", "compiled")
+    }
+    assert {row["part"] for row in rows} >= {"head", "rates", "check", "selfcheck", "passes", "decode", "koopman"}
+    assert "checks are right" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="triton has Linux wheels only")
-def test_ends_well_in_the_interpreter(tmp_path):
-    """Triton's interpreter runs the kernels forward and backward in a minute."""
-    done = run(tmp_path, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(timed_rows(done.stdout, "triton")) == 2 * 4
-    assert "| gate_rank, delta | triton | bfloat16 | 70 |" in done.stdout
-
-
-def test_no_gpu_is_an_error():
+def test_without_a_gpu_it_says_what_it_would_do(monkeypatch, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = subprocess.run([sys.executable, str(FOLDER / "gpu.py")], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "no CUDA device" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    script("gpu").main()
+    text = capsys.readouterr().out
+    assert "no CUDA device here" in text
+    for job in (
+        "ops: delta_rule, scalar / 128 / fla",
+        "steps: llama / compiled",
+        "selfcheck: dplr / fla",
+        "warm: gla",
+        "warm: dplr, vector / 128",
+    ):
+        assert job in text
 
 
-def test_kernels_of_others_have_their_own_processes():
-    gpu = script("gpu")
-    assert gpu._whose("dplr, scalar / fla", "cuda") == ("dplr, scalar", True)
-    assert gpu._whose("delta_rule / 64", "cuda") == ("delta_rule / 64", False)
-    assert gpu._whose("dplr", "cpu") == ("dplr", None)
-    parity = script("parity")
-    names = ["triton", "fla", "chunked"]
-    assert parity.chosen(names, True) == ["fla"]
-    assert parity.chosen(names, False) == ["triton", "chunked"]
-    assert parity.chosen(names, None) == names
-    backend = {row["backend"] for row in script("speed").rows(16, "cpu", [], float("inf"), True)}
-    assert backend == {"fla"}
+def test_the_plan():
+    """It ends in less than ten minutes, every job has a function, and ours come before fla's in each process."""
+    gpu, jobs = script("gpu"), script("gpu_jobs")
+    phases = gpu.phases("cuda")
+    assert [phase.until for phase in phases] == sorted(phase.until for phase in phases)
+    assert phases[-1].until < 600
+    every = [job for phase in phases for family in phase.families for job in family]
+    assert {job.partition(":")[0] for job in every} == set(jobs.JOBS)
+    assert len(every) == len(set(every))
+    assert {name for name in jobs.OPS if any(f"ops: {name} / 64 / ours" == job for job in every)} == set(jobs.OPS)
+    for phase in phases:
+        for family in phase.families:
+            assert sorted(family, key=lambda job: job.endswith("fla")) == family
+
+
+def test_rows_of_an_op(monkeypatch):
+    jobs = script("gpu_jobs")
+    check, timed = jobs.op_rows("dplr, vector / 16 / ours", "cpu")
+    assert check["ok"]
+    assert 0 < check["error"] < 0.02
+    for way in ("forward_ms", "both_ms", "graph_forward_ms", "graph_both_ms"):
+        low, high = timed[f"{way}_quartiles"]
+        assert 0 < low <= timed[way] <= high
+    (fla,) = jobs.op_rows("dplr, vector / 16 / fla", "cpu")
+    assert "not on cpu" in fla["refused"]
+    assert jobs.backends_of("dplr, vector") == ["chunked", "fla"]
+    assert jobs.backends_of("delta_rule, scalar") == ["triton", "fla"]
+    assert jobs.backends_of("softmax attention", "fla") == []
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    breaking(monkeypatch, lambda call, right: tuple(1.1 * x for x in right(call)))
+    (row,) = script("gpu_jobs").op_rows("dplr, vector / 16 / ours", "cpu")
+    assert not row["ok"]
+    assert row["error"] > 0.05
+
+
+def test_the_report():
+    row = {"part": "ops", "op": "dplr, vector", "backend": "fla", "B": 4, "T": 8, "K": 64, "forward_ms": 1.5}
+    text = script("gpu").report([
+        {"part": "head"}, row | {"graph_forward_ms": 1.25, "both_ms": 3}, {"part": "check", "ok": True},
+        {"part": "steps", "model": "gla", "way": "eager", "B": 4, "T": 8, "ms": 2.0}, {"part": "check", "ok": False},
+    ])  # fmt: skip
+    assert "| ops | dplr, vector | fla | 4 × 8 | 64 | 1.500 (1.250) | 3.000 |" in text
+    assert "| steps | gla | eager | 4 × 8 |  | 2.000 |  |" in text
+    assert "1 of 2 checks are right." in text
+
+
+@pytest.mark.slow
+def test_processes_that_die(tmp_path):
+    """One is out of time, and one has a job that is unknown. The rows before stay, and a row says why it ended."""
+    gpu, rows = script("gpu"), tmp_path / "rows.jsonl"
+    gpu.run_phase([["ops: dplr, vector / 16 / ours", "ops: none / 16 / ours"]], gpu.Phase("", 0, []), "cpu", rows,
+                  time.time() + 300)  # fmt: skip
+    *before, last = map(json.loads, rows.read_text().splitlines())
+    assert [row["part"] for row in before] == ["check", "ops"]
+    assert "exit status 1" in last["failure"]
+    assert "KeyError: 'none'" in last["failure"]
+    assert last["ok"] is False
+    gpu.run_phase([["rates: "], ["rates: "], ["rates: "]], gpu.Phase("", 0, []), "cpu", rows, time.time())
+    late = [json.loads(line)["failure"] for line in rows.read_text().splitlines()[3:]]
+    assert late == ["out of time"] * 2 + ["out of time before its start"]
+
+
+# ------------------------------------------------------------------------------------- compiled kernels that travel
+
+
+def test_lists_of_files_are_mended(tmp_path):
+    folder = tmp_path / "ABC"
+    folder.mkdir()
+    (folder / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.json": "/elsewhere/ABC/k.json"}}))
+    script("gpu_cache").relocate(tmp_path)
+    assert json.loads((folder / "__grp__k.json").read_text()) == {"child_paths": {"k.json": str(folder / "k.json")}}
+
+
+def test_kernels_of_another_day_are_not_used(tmp_path, monkeypatch):
+    cache = script("gpu_cache")
+    now = {"triton": "3.9.0", "sources": {"a": "1"}}
+    monkeypatch.setattr(cache, "stamp", lambda: now)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    assert "there is no" in cache.use(tmp_path)
+    (tmp_path / "stamp.json").write_text(json.dumps(now | {"sources": {"a": "2"}}))
+    assert "Triton 3.9.0 is installed" in cache.use(tmp_path)
+    assert os.environ["TRITON_CACHE_DIR"] == "before"
+    (tmp_path / "stamp.json").write_text(json.dumps(now))
+    assert cache.use(tmp_path) is None
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+
+
+CODE = """
+import sys
+from pathlib import Path
+import gpu_cache, gpu_jobs, offline_kernels
+folder, way = Path(sys.argv[1]), sys.argv[2]
+def run():
+    gpu_jobs._op_launches("linear_attention, scalar", (1, 200), 64)
+if way == "fill":
+    print(gpu_cache.fill(folder, [run]))
+else:
+    assert gpu_cache.use(folder) is None
+    launches = []
+    with offline_kernels.captured(launches):
+        run()
+    with gpu_cache.watching() as seen:
+        for launch in launches:
+            offline_kernels.compiled(launch, "sm_90")
+    print(len({launch.name for launch in launches} - set(seen["hits"])), len(seen["hits"]), len(seen["compiled"]))
+"""
+
+
+@pytest.mark.slow
+@on_linux
+def test_another_process_compiles_nothing(tmp_path):
+    """Also where the folder has been moved."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(FOLDER), str(FOLDER.parent), environment.get("PYTHONPATH", "")])
+
+    def run(folder, way):
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, str(folder), way], capture_output=True, text=True, check=False,
+            env={**environment, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "other")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [int(x) for x in done.stdout.split()]
+
+    (count,) = run(tmp_path / "here", "fill")
+    assert count >= 3
+    (tmp_path / "here").rename(tmp_path / "there")
+    missed, hits, compiled = run(tmp_path / "there", "use")
+    assert (missed, compiled) == (0, 0)
+    assert 3 <= hits <= count
+
+
+# ------------------------------------------------------------------------------------------------------- parity
 
 
 def breaking(monkeypatch, how):
@@ -143,78 +255,3 @@ def test_parity_lets_a_backend_refuse(monkeypatch):
     assert all(row["ok"] for row in rows)
     assert {row["dtype"] for row in rows if "refused" in row} == {"float32"}
     assert not any("float32" in line for line in script("parity").table(rows))
-
-
-@pytest.mark.slow
-def test_speed_leaves_out_a_wrong_kernel(monkeypatch):
-    """Every timed kernel is first compared with the chunked form. The rows of the others stay."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    right = {op: OPS[op].backends["chunked"].function for op in ("linear_attention", "gate_rank", "delta_rule")}
-    for op, function in right.items():
-        put_backend(monkeypatch, op, "triton", function)
-    put_backend(monkeypatch, "delta_rule", "triton", lambda call: tuple(1.1 * x for x in right["delta_rule"](call)))
-    rows = list(script("speed").rows(16, "cpu", ["T 128"], time.time() + 100))
-    (failure,) = [row for row in rows if "failure" in row]
-    assert (failure["name"], failure["backend"], failure["fatal"]) == ("delta_rule", "triton", False)
-    assert "WRONG" in failure["failure"]
-    timed = {(row["name"], row["backend"]) for row in rows if "forward" in row}
-    assert ("delta_rule", "triton") not in timed
-    assert {name for name, backend in timed if backend == "triton"} == {
-        "linear_attention", "gate_rank, linear", "gate_rank, delta",
-    }  # fmt: skip
-    assert "| 16 | 64 | delta_rule | triton | **FAILED**" in "\n".join(script("speed").table(rows))
-
-
-@pytest.mark.slow
-def test_speed_stops_in_time():
-    rows = list(script("speed").rows(16, "cpu", [], time.time()))
-    assert [row["T"] for row in rows if row.get("late")] == [64, 128]
-    assert sum("out of time" in line for line in script("speed").table(rows)) == 2
-
-
-def test_ratios():
-    """Floors by hand: 2 ms (2 GFLOP at 1 TFLOP/s) forward, and 3 ms (3 × 4 GB at 4 TB/s) with the backward pass."""
-    size = {"K": 64, "T": 1024}
-    common = {**size, "flops": (2e9, 2e9), "bytes": 4e9}
-    rows = [
-        {"K": 64, "gemm": 1e12, "copy": 4e12},
-        {**common, "name": "linear_attention", "backend": "triton", "forward": 4e-3, "both": 9e-3},
-        {**common, "name": "linear_attention", "backend": "fla", "forward": 5e-3, "both": None},
-        {**common, "name": "gate_rank, linear", "backend": "triton", "forward": 6e-3, "both": 12e-3},
-        {**common, "name": "softmax attention", "backend": "SDPA", "forward": 8e-3, "both": 6e-3},
-    ]
-    table = [line.replace(" ", "") for line in script("speed").table(rows)]
-    assert "|64|1024|linear_attention|triton|4.000|2.0|0.50|0.80||9.000|3.0|1.50|||" in table
-    assert "|64|1024|gate_rank,linear|triton|6.000|3.0|0.75||1.50|12.000|4.0|2.00||1.33|" in table
-    assert "|64|1024|linear_attention|fla|5.000|2.5|0.62||||||||" in table
-
-
-@cases(
-    "ratios, expected",
-    ({}, ""),
-    ({1024: 3.0, 2048: 1.5}, "> 2048"),
-    ({1024: 0.9, 2048: 0.5}, "≤ 1024"),
-    ({1024: 2.0, 4096: 0.5}, "2048"),
-    ({2048: 0.5, 1024: 1.2, 512: 0.9}, "1183"),  # 1024 · 2^(ln 1.2 / ln 2.4): the last crossing counts
-)
-def test_crossing(ratios, expected):
-    got = script("speed").crossing(ratios)
-    assert got == expected or abs(int(got) - int(expected)) <= 1
-
-
-def finish(job):
-    while job.running():
-        time.sleep(0.05)
-    return job.results()
-
-
-def test_a_worker_out_of_time_is_ended():
-    rows, died = finish(script("gpu").Job("parity", ["dplr, scalar"], "cpu", [], time.time()))
-    assert rows == []
-    assert died == ["parity dplr, scalar: out of time"]
-
-
-def test_a_worker_that_dies_is_said():
-    rows, (died,) = finish(script("gpu").Job("parity", ["dplr, scalar", "nothing"], "cpu", [], time.time() + 100))
-    assert len([row for row in rows if row["backend"] == "chunked"]) == 4  # the rows before the error
-    assert died == "parity dplr, scalar, nothing: exit status 1: KeyError: 'nothing'"
