@@ -42,6 +42,7 @@ MODELS = [
     "mamba2", "mamba2+post", "mamba2+gate_rank", "mamba2+post+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank",
     "gla", "rwkv7", "llama", "mamba2+ska",
 ]  # fmt: skip
+OPTIONAL = ("out", "states", "leaving")  # tensors that a walk writes if it is given them
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -61,7 +62,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     heads: int = 16
     shared: int = 16  # heads of queries and keys
-    shapes: tuple[tuple[int, int], ...] = ((1, 32768), (16, 2048))  # (B, T); kernels are compiled for the first
+    shapes: tuple[tuple[int, int], ...] = ((1, 32768), (16, 2048))  # (B, T)
 
 
 CASES = {
@@ -133,8 +134,9 @@ def launches_of(case: Case, batch: int, length: int) -> tuple[list[Launch], list
 
 
 def name_of(launch: Launch, case: str) -> str:
-    """ "states._outputs_kernel BACK, linear, scalar, 64": the kernel, its flags that are set, and the case."""
+    """ "linear._walk_kernel BACK out, linear, scalar, 64": the kernel, its flags and what it writes, and the case."""
     flags = [name for name, value in launch.constants().items() if value is True]
+    flags += [name for name in OPTIONAL if isinstance(launch.arguments.get(name), Tensor)]
     file = launch.function.fn.__module__.rpartition(".")[2]
     return f"{' '.join((f'{file}.{launch.name}', *flags))}, {case}"
 
@@ -142,11 +144,11 @@ def name_of(launch: Launch, case: str) -> str:
 def trips(launch: Launch) -> int:
     """How many chunks a program of a walk passes, one after another; 1 for a program of one chunk."""
     given = launch.arguments
-    if "SEGMENT" in given:
-        return math.ceil(given["SEGMENT"] / given["C"])
-    if "sequences" not in given:
-        return 1
-    chunks = given.get("chunks", given.get("states"))
+    if "LENGTH" in given:
+        return math.ceil(given["LENGTH"] / given["C"])
+    if given.get("sequences") is None:
+        return given.get("PER", 1)
+    chunks = given["chunks"] if "chunks" in given else given["states"]
     return max(1, chunks.shape[0] // given["sequences"].shape[0])
 
 
@@ -230,7 +232,10 @@ def compile_all(data: dict[str, Any]) -> None:
     data |= {"versions": versions, "kernels": old, "facts": {name: data["facts"][name] for name in old}}
     data["sources"] = {name: value for name, value in now.items() if any(kernel_of(row) == name for row in old)}
     copy, wanted = rates()["copy"], []
-    calls = {case: [x for part in launches_of(call, *call.shapes[0]) for x in part] for case, call in CASES.items()}
+    calls = {
+        case: [x for shape in call.shapes for part in launches_of(call, *shape) for x in part]
+        for case, call in CASES.items()
+    }
     for case, found in (calls | offline_tokens.launches()).items():
         for launch in found:
             name = name_of(launch, case)

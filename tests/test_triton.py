@@ -28,7 +28,7 @@ if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends.triton import run as run_kernels
-from halflife.ops.backends.triton import systems
+from halflife.ops.backends.triton import segments, systems
 from halflife.ops.backends.triton.gates import make_chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -256,6 +256,46 @@ def test_chunk_table():
     assert batch.chunks.tolist() == [[s * 70 + c * 32, min(32, 70 - c * 32), s] for s in range(2) for c in range(3)]
 
 
+@pytest.fixture
+def short_segments(monkeypatch):
+    """Segments of one chunk, which are joined by a scan."""
+    monkeypatch.setattr(segments, "LEAST_CHUNKS", 1)
+
+
+@pytest.mark.parametrize("mode", ["scalar", pytest.param("none", marks=pytest.mark.slow), "gate_rank"])
+@pytest.mark.parametrize("bounds", [None, (0, 5, 5, 38, 38)])
+def test_segments(short_segments, mode, bounds):
+    """Of a batch and of packed sequences."""
+    arguments = inputs("linear", mode, 38, sequences=4 if bounds else 1)
+    check("linear", arguments, cu_seqlens=bounds, chunk_size=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", MODES)
+def test_segments_of_narrow_inputs(short_segments, mode, dtype):
+    check("linear", inputs("linear", mode, 70, batch=2, heads=2), dtype, chunk_size=16)
+
+
+def test_segment_table():
+    """Packed sequences may have more segments than needed, which contain no tokens."""
+    found = segments.make_segments(1, 700, torch.tensor([0, 5, 5, 600, 700]), 64, 100)
+    assert (found.length, found.count, found.whole) == (512, 5, False)
+    assert [row for row in found.table.tolist() if row[1]] == [[0, 5], [5, 512], [517, 83], [600, 100]]
+    assert found.sequences.tolist() == [[0, 1], [1, 0], [1, 2], [3, 1]]
+    assert segments.make_segments(16, 2048, None, 64, 16).whole
+    one = segments.make_segments(1, 32768, None, 64, 16)
+    assert (one.per_sequence, one.length) == (16, 32 * 64)
+
+
+def test_channels_of_one_tensor():
+    """Queries, keys and values that are slices of one tensor are not copied first."""
+    arguments = single("linear", "scalar", 20, heads=2, batch=2)
+    mixed = torch.cat([arguments[name] for name in "qkv"], -1)
+    sliced = arguments | dict(zip("qkv", mixed.split(16, -1), strict=True))
+    assert_same(run("linear", sliced), run("linear", arguments))
+
+
 def at(*steps):
     """Return a change that sets resets at these steps only."""
 
@@ -401,7 +441,8 @@ def given_to_the_op(update, mode, cu_seqlens):
     tensors = [None if (x := arguments.get(name)) is None else x.to(DEVICE) for name in names]
     bounds = torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None
     given = (*tensors, bounds, SCALE, 64)
-    return given, (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *given)
+    kept = getattr(torch.ops.halflife, f"triton_{update}")(*given)[2:]
+    return given, (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *kept, *given)
 
 
 @pytest.mark.slow

@@ -51,9 +51,8 @@ def read_states(q: Tensor, states: Tensor) -> Tensor:
 
 def grads_of_heads(x: Tensor, heads: int) -> Tensor:
     """Allocate the gradients `[B, T, H, K]` of `x [B, T, G, K]` head by head, in float32 where heads share groups."""
-    if x.shape[2] == heads:
-        return torch.empty_like(x)
-    return x.new_empty(*x.shape[:2], heads, x.shape[3], dtype=torch.float32)
+    dtype = x.dtype if x.shape[2] == heads else torch.float32
+    return x.new_empty(*x.shape[:2], heads, x.shape[3], dtype=dtype)
 
 
 def sum_of_heads(grad: Tensor, x: Tensor) -> Tensor:

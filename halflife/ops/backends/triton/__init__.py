@@ -91,11 +91,11 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
     beta, initial = call.get("beta"), call.first_state(torch.float32)
-    inputs = [q, k, v, *([] if beta is None else [beta]), call.get("g_slow"), call.decay, initial]
+    gates = [*([] if beta is None else [beta]), call.get("g_slow"), call.decay, initial]
     kernels = torch.ops.halflife.triton_linear if beta is None else torch.ops.halflife.triton_delta
     o, final, *_ = kernels(
-        *[None if x is None else x.contiguous() for x in inputs], call.packing.cu_seqlens, float(call.output_scale),
-        call.chunk_size,
+        q, k, v, *[None if x is None else x.contiguous() for x in gates], call.packing.cu_seqlens,
+        float(call.output_scale), call.chunk_size,
     )  # fmt: skip
     return o, final
 

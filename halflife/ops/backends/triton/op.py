@@ -1,9 +1,8 @@
 """The kernels as differentiable ops of torch, which `torch.compile` and `torch.export` see as single nodes.
 
-Linear attention and the delta rule take the same three steps as `halflife.ops.linear_attention` and
-`halflife.ops.delta_rule`. First, each chunk's update of the state is computed, or the triangular systems of all chunks
-are inverted. Then a scan or walk over the chunks of each sequence gives the states entering them, and the values that
-the delta rule writes. Last come the outputs, which are those of linear attention that writes these values.
+Those of linear attention are in `linear.py`. The delta rule inverts the triangular systems of all chunks. A walk over
+the chunks of each sequence gives the states entering them, and the values that are written. Last come the outputs,
+which are those of linear attention that writes these values.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.triton import delta_backward, interpreted, linear_backward
-from halflife.ops.backends.triton.gates import make_chunks, mode_of
-from halflife.ops.backends.triton.states import outputs, products, scan
+from halflife.ops.backends.triton import delta_backward, interpreted, linear
+from halflife.ops.backends.triton.gates import make_chunks
+from halflife.ops.backends.triton.states import outputs
 from halflife.ops.backends.triton.systems import solve, walk
 
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
@@ -69,25 +68,24 @@ def _present(*grads: Tensor | None) -> list[Tensor]:
 def _linear(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    chunks, gates = make_chunks(q, chunk_size, cu_seqlens), (g_slow, g_fast)
-    states, carried = products(k, v, gates, chunks, 1.0, read=False)
-    final = scan(states, initial, carried, chunks, mode_of(*gates))
-    return outputs(q, k, v, gates, states, chunks, scale, like=v), final
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return linear.forward(q, k, v, g_slow, g_fast, initial, cu_seqlens, scale, chunk_size)
 
 
 def _linear_backward(
-    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
-    initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    do: Tensor, dfinal: Tensor, entering: Tensor, carried: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
-    chunks = make_chunks(q, chunk_size, cu_seqlens)
-    return _present(*linear_backward.backward(q, k, v, (g_slow, g_fast), initial, scale, chunks, do, dfinal))
+    rest = (entering, carried, cu_seqlens, scale, chunk_size, do, dfinal)
+    return _present(*linear.backward(q, k, v, g_slow, g_fast, initial, *rest))
 
 
 def _delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     chunks, gates = make_chunks(q, chunk_size, cu_seqlens), (g_slow, g_fast)
     states, written, final = walk(k, solve(k, v, beta, gates, chunks, keep=False), gates, initial, chunks)
     return outputs(q, k, written, gates, states, chunks, scale, like=v), final
@@ -97,6 +95,7 @@ def _delta_backward(
     do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None,
     g_fast: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     chunks = make_chunks(q, chunk_size, cu_seqlens)
     return _present(*delta_backward.backward(q, k, v, beta, (g_slow, g_fast), initial, scale, chunks, do, dfinal))
 
