@@ -31,9 +31,10 @@ def script(name):
 @on_linux
 def test_all_that_is_timed_in_the_interpreter(tmp_path):
     """All that is timed, at toy sizes with our Triton kernels. The checks have tests of their own."""
+    kinds = ["rates", "ops", "steps", "passes", "decode"]
     kept = {name: value for name, value in os.environ.items() if name != "OUT"}
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--only", *"rates ops steps passes decode".split()],
+        [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--only", *kinds],
         capture_output=True, text=True, check=False,
         env={**kept, "OMP_NUM_THREADS": "1", "OUT": str(tmp_path), "TRITON_INTERPRET": "1"},
     )  # fmt: skip
