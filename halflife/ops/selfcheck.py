@@ -30,6 +30,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2, torch.float16: 6.4e-3}
 TOLERANCES = {
     "koopman_attention": TOLERANCE | {torch.float32: 9.2e-4},
     "ridge_attention": TOLERANCE | {torch.float32: 1.1e-5},
+    # Four times the measured error: gradients of parameters are sums over tokens of terms that cancel.
+    "log_decay": TOLERANCE | {torch.bfloat16: 1e-1},
+    "rms_norm_of_gated": TOLERANCE | {torch.bfloat16: 8e-2},
 }
 # Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
 # measured in Triton's interpreter (1.0e-2).

@@ -17,7 +17,6 @@ from torch import Tensor
 from halflife.ops.backends.triton.gates import (
     Chunks,
     Gates,
-    block,
     carry_weights,
     chunk_rows,
     decay_matrix,
@@ -35,6 +34,7 @@ from halflife.ops.backends.triton.gates import (
     tuned,
 )
 from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.segments import block
 from halflife.ops.backends.triton.states import pair_products
 from halflife.ops.backends.triton.systems import Solved, empty_states, solve, walk, walk_columns
 from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads

@@ -107,11 +107,6 @@ def precision_of(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def block(size: int, most: int = 64) -> int:
-    """Return how many of `size` columns a kernel takes at once, a power of two from 16 to `most`."""
-    return max(16, min(most, triton.next_power_of_2(size)))
-
-
 def tuned(*key: str):
     """Tune the warps and stages of the decorated kernel for each value of `key`, except in the interpreter."""
     if interpreted():

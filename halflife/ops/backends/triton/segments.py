@@ -4,17 +4,23 @@ A program walks over the chunks of one *segment* of a sequence with the state in
 a GPU, a segment is a whole sequence. Else a sequence has several: one walk computes what each adds to a state, a short
 scan the states that enter them, and a second walk starts from these. The table of packed sequences is made on the
 device, so the host never waits for it; batches need none.
+
+Tiles and stages of the kernels that walk, by architecture, head sizes and dtype, were found by compiling for each
+target, so that two programs fit a multiprocessor and none spills where possible; see `benchmarks/offline.py`. Nothing
+is tuned at run time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from halflife.ops.backends.triton import interpreted
 
 ENOUGH = 250  # programs that fill a GPU: about two on each of 132 multiprocessors
 LEAST_CHUNKS = 8  # of a segment, so that its state is a small part of what is read
@@ -72,6 +78,50 @@ def make_segments(batch: int, length: int, cu_seqlens: Tensor | None, chunk: int
     return Segments(size, count, 0, len(bounds) - 1, table, sequences)
 
 
+class Settings(NamedTuple):
+    """How a kernel is launched."""
+
+    chunk: int  # tokens per chunk
+    rows: int  # BK, which covers K
+    columns: int  # BV
+    warps: int
+    stages: int  # chunks whose loads are under way
+
+
+def architecture() -> str:
+    """The architecture of the GPU: sm_90 and later are "hopper", earlier ones "ampere", and AMD's "amd"."""
+    if interpreted():
+        return "hopper"
+    target: Any = triton.runtime.driver.active.get_current_target()
+    if target.backend != "cuda":
+        return "amd"
+    return "hopper" if target.arch >= 90 else "ampere"
+
+
+# (kernel, states a head) → architecture → (tokens of a chunk, columns or rows of a block) for K and V up to 64, and for
+# larger ones. "walk" has all rows of a state and some columns, "grads" all columns and some rows.
+_TILES = {
+    ("walk", 1): {"hopper": ((64, 64), (64, 64)), "ampere": ((64, 64), (32, 64)), "amd": ((64, 64), (64, 64))},
+    ("walk", 2): {"hopper": ((32, 64), (16, 32)), "ampere": ((32, 32), (16, 32)), "amd": ((64, 64), (32, 32))},
+    ("grads", 1): {"hopper": ((32, 64), (16, 64)), "ampere": ((32, 64), (32, 32)), "amd": ((32, 64), (32, 32))},
+    ("grads", 2): {"hopper": ((32, 32), (16, 16)), "ampere": ((32, 32), (16, 16)), "amd": ((32, 32), (16, 32))},
+}
+_EXACT = {"walk": (16, 32), "grads": (16, 16)}  # products of float32 use no tensor cores
+
+
+def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
+    """The settings of a kernel ("walk" or "grads") whose chunks have at most `most` tokens, a power of two."""
+    exact = dtype == torch.float32
+    chunk, size = _EXACT[kind] if exact else _TILES[kind, states][architecture()][max(key, value) > 64]
+    rows, columns = block(key, 256 if kind == "walk" else size), block(value, 256 if kind == "grads" else size)
+    return Settings(min(chunk, most), rows, columns, 4, 1 if exact else 2)
+
+
+def block(size: int, most: int = 64) -> int:
+    """The power of two, from 16 to `most`, that covers `size`."""
+    return max(16, min(most, triton.next_power_of_2(size)))
+
+
 @triton.jit
 @no_type_check
 def segment_tokens(table, segment, T, LENGTH, PER):
@@ -91,3 +141,47 @@ def segments_of(sequences, sequence, PER):
         return sequence.to(tl.int64) * PER, PER
     else:
         return tl.load(sequences + 2 * sequence), tl.load(sequences + 2 * sequence + 1).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
+def scan_kernel(
+    update, carried, first, entering, last, sequences, PER, H, SIZE: tl.constexpr, MODE: tl.constexpr,
+    BACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The states that enter the segments of one sequence and head, and the last one, for a block of their entries.
+
+    BACK goes from the last segment to the first, with gradients.
+    """
+    STATE: tl.constexpr = 2 * SIZE if MODE == 2 else SIZE
+    head = tl.program_id(0) % H
+    start, count = segments_of(sequences, tl.program_id(0) // H, PER)
+    whole = tl.program_id(0).to(tl.int64) * STATE
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < SIZE
+    fast = tl.load(first + whole + entry, mask=mask, other=0.0)
+    slow = tl.zeros([BLOCK], tl.float32)
+    if MODE == 2:
+        slow = tl.load(first + whole + SIZE + entry, mask=mask, other=0.0)
+    for step in tl.range(0, count, num_stages=4):
+        place = (start + (count - 1 - step if BACK else step)) * H + head
+        at = place * STATE + entry
+        added = tl.load(update + at, mask=mask, other=0.0)
+        kept = tl.load(carried + 3 * place)
+        tl.store(entering + at, fast, mask=mask)
+        if MODE == 2:
+            added_slow = tl.load(update + at + SIZE, mask=mask, other=0.0)
+            joined = tl.load(carried + 3 * place + 1)
+            stays = tl.load(carried + 3 * place + 2)
+            tl.store(entering + at + SIZE, slow, mask=mask)
+            if BACK:
+                fast = kept * fast + joined * slow + added
+                slow = stays * slow + added_slow
+            else:
+                slow = stays * slow + joined * fast + added_slow
+                fast = kept * fast + added
+        else:
+            fast = kept * fast + added
+    tl.store(last + whole + entry, fast, mask=mask)
+    if MODE == 2:
+        tl.store(last + whole + SIZE + entry, slow, mask=mask)

@@ -16,7 +16,6 @@ from torch import Tensor
 from halflife.ops.backends.triton.gates import (
     Chunks,
     Gates,
-    block,
     chunk_rows,
     decay_matrix,
     dot,
@@ -31,6 +30,7 @@ from halflife.ops.backends.triton.gates import (
     tuned,
 )
 from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.segments import block
 
 
 @triton.jit

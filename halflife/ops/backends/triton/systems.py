@@ -25,7 +25,6 @@ from halflife.ops.backends.triton.gates import (
     GATE_RANK,
     Chunks,
     Gates,
-    block,
     carry_weights,
     chunk_rows,
     decay_matrix,
@@ -41,6 +40,7 @@ from halflife.ops.backends.triton.gates import (
     tuned,
 )
 from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.segments import block
 
 
 @triton.jit
