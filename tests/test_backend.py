@@ -208,6 +208,7 @@ def test_info_says_why_not(monkeypatch):
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
     ours = {"linear_attention", "delta_rule", "gate_rank", "ridge_attention", "koopman_attention"}
+    ours |= {"log_decay", "ordered_spectrum"}
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}
     assert set(found["fla"][1]) == {*ON_A_STATE, *others}

@@ -17,6 +17,7 @@ from halflife.ops.gate_rank import masks
 WITHOUT = ("llama", "deltanet")
 ROUNDING = 4 * 6e-8  # relative, of one number in float32
 EXACT = 4 * 8.4e-16  # relative, of sums and horizons in float64; worst measured error
+FLOAT32 = 1e-6  # relative; log-decays of one sequence and of a batch may be rounded apart
 
 
 def tiny(name, **sizes):
@@ -245,15 +246,15 @@ def test_slow_and_fast_states_are_told_apart(name):
     fast, slow = (torch.cat(found).double() for found in (fast, slow))
     (row,) = measure_decays(model, ids)
     assert row.slow.resets == pytest.approx((slow[:, 1:] != 0).double().mean().item())
-    assert row.slow.rates == pytest.approx(-slow[:, 1:].mean((0, 1)).numpy(), rel=EXACT)
-    assert row.rates == pytest.approx(-fast[:, 1:].mean((0, 1)).numpy(), rel=EXACT)
+    assert row.slow.rates == pytest.approx(-slow[:, 1:].mean((0, 1)).numpy(), rel=FLOAT32)
+    assert row.rates == pytest.approx(-fast[:, 1:].mean((0, 1)).numpy(), rel=FLOAT32)
     gamma, lam = masks(slow, fast)
     lags = horizons.horizon_lags(33)
     for h, head in enumerate(row.heads):
         energy = torch.stack([
             ((gamma * lam)[:, h].diagonal(-int(lag), -2, -1)[:, :17] ** 2).mean() for lag in lags
         ])  # fmt: skip
-        assert head.horizon == pytest.approx(horizons.horizon(lags, energy), rel=EXACT)
+        assert head.horizon == pytest.approx(horizons.horizon(lags, energy), rel=FLOAT32)
     (alone,) = measure_decays(LanguageModel(preset("tnl", hidden_size=16, num_layers=1)), ids)
     assert alone.slow is None
 

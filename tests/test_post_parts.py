@@ -75,7 +75,7 @@ def test_the_gain_of_the_design_space_block(name):
     layer = layers.build(name, hidden_size=16, **{**mixer, "stretch_gain": True, "chunk_size": 4}).double()
     x, position = torch.randn(1, 7, 16, dtype=torch.float64), torch.arange(1, 8)
     packing = Packing(*x.shape[:2])
-    g = layer.log_decays(layer.decay_input(x), position, {}, packing)[0]
+    g = layer.log_decays(layer.decay_input(x), position, {}, packing)[0].g
     qkv = layer.qkv_proj(x)
     qkv = qkv if layer.conv is None else layer.conv(qkv, None, packing)[0]
     q, k, v = layer.heads(qkv, None, position)

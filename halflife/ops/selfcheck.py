@@ -30,8 +30,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2, torch.float16: 6.4e-3}
 TOLERANCES = {
     "koopman_attention": TOLERANCE | {torch.float32: 9.2e-4},
     "ridge_attention": TOLERANCE | {torch.float32: 1.1e-5},
-    # Four times the measured error: gradients of parameters are sums over tokens of terms that cancel.
-    "log_decay": TOLERANCE | {torch.bfloat16: 1e-1},
+    # Four times the measured error: gradients of parameters are sums over tokens of terms that cancel. Layers compute
+    # decays in float32 alone.
+    "log_decay": {torch.float32: 1.2e-5},
     "rms_norm_of_gated": TOLERANCE | {torch.bfloat16: 8e-2},
 }
 # Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
@@ -120,7 +121,7 @@ def selfcheck(
         chosen = available_backends(op, device)
         if backends is not None:
             chosen = [name for name in registered(op) if name in backends]
-        for dtype in TOLERANCE:
+        for dtype in TOLERANCES.get(op, TOLERANCE):
             # The token loop gets the same rounded inputs, so that the error is that of the computation alone.
             rounded = {name: x.to(dtype).double() for name, x in arguments.items()}
             expected = _run(op, rounded, options, "reference", torch.float64, "cpu")
