@@ -313,7 +313,7 @@ def test_every_scale_configures_every_model(task, scale):
     settings = experiment.scales[scale]
     presets = ("mamba2", "mamba2+post", "gated_deltanet", "retnet", "gla", "gla+post", "simple", "llama")
     on_text = experiment.measure == "loss"
-    named = on_text or task in ("echo-tiers", "koopman-powers")  # their models are variants, not presets
+    named = on_text or task in ("echo-tiers", "koopman-powers", "post-review")  # their models are variants, not presets
     for model in experiment.models_at(scale) if on_text else (*experiment.models, *(() if named else presets)):
         for rate in experiment.learning_rates(model, scale):
             config = experiment.configure(settings, Cell(model, rate, 0))
