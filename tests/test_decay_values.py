@@ -10,6 +10,7 @@ from halflife.analysis import decays as recorder
 from halflife.analysis import horizon as horizons
 from halflife.analysis.capture import capture
 from halflife.analysis.decays import half_life, measure_decays
+from halflife.evaluation import evaluating
 from halflife.models import PRESETS, LanguageModel, preset
 from halflife.models.timescales import layer_decays
 from halflife.ops.gate_rank import masks
@@ -17,7 +18,6 @@ from halflife.ops.gate_rank import masks
 WITHOUT = ("llama", "deltanet")
 ROUNDING = 4 * 6e-8  # relative, of one number in float32
 EXACT = 4 * 8.4e-16  # relative, of sums and horizons in float64; worst measured error
-FLOAT32 = 1e-6  # relative; log-decays of one sequence and of a batch may be rounded apart
 
 
 def tiny(name, **sizes):
@@ -238,7 +238,7 @@ def test_slow_and_fast_states_are_told_apart(name):
     fast, slow = [], []
     with (
         capture(model, decay=lambda layer, g: fast.append(g), slow_decay=lambda layer, g: slow.append(g)),
-        torch.no_grad(),
+        evaluating(model),
     ):
         for sequence in ids.split(1):
             model(sequence)
@@ -246,15 +246,15 @@ def test_slow_and_fast_states_are_told_apart(name):
     fast, slow = (torch.cat(found).double() for found in (fast, slow))
     (row,) = measure_decays(model, ids)
     assert row.slow.resets == pytest.approx((slow[:, 1:] != 0).double().mean().item())
-    assert row.slow.rates == pytest.approx(-slow[:, 1:].mean((0, 1)).numpy(), rel=FLOAT32)
-    assert row.rates == pytest.approx(-fast[:, 1:].mean((0, 1)).numpy(), rel=FLOAT32)
+    assert row.slow.rates == pytest.approx(-slow[:, 1:].mean((0, 1)).detach().numpy(), rel=EXACT)
+    assert row.rates == pytest.approx(-fast[:, 1:].mean((0, 1)).detach().numpy(), rel=EXACT)
     gamma, lam = masks(slow, fast)
     lags = horizons.horizon_lags(33)
     for h, head in enumerate(row.heads):
         energy = torch.stack([
             ((gamma * lam)[:, h].diagonal(-int(lag), -2, -1)[:, :17] ** 2).mean() for lag in lags
         ])  # fmt: skip
-        assert head.horizon == pytest.approx(horizons.horizon(lags, energy), rel=FLOAT32)
+        assert head.horizon == pytest.approx(horizons.horizon(lags, energy), rel=EXACT)
     (alone,) = measure_decays(LanguageModel(preset("tnl", hidden_size=16, num_layers=1)), ids)
     assert alone.slow is None
 

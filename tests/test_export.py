@@ -47,9 +47,9 @@ def assert_graph_is_model(model, tokens, pieces, rtol=1e-4, batch=2):
     """Pieces that the graph reads one after the other have the logits and the states of the model."""
     max_length = tokens * pieces if growing(model) else None
     graph = export(model, tokens, batch, max_length=max_length).module()
-    state = initial_state(model, batch, max_length)
+    start, state = initial_state(model, batch, max_length), None
     model_is_tree = needs_loop(model)
-    order, given = names(state), flat(state)
+    order, given = names(start), flat(start)
     with torch.no_grad():
         for _ in range(pieces):
             ids = torch.randint(SIZES["vocab_size"], (batch, tokens))

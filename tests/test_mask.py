@@ -20,6 +20,7 @@ from halflife.analysis.masks import (
     off_diagonal_rank,
 )
 from halflife.cli import main
+from halflife.evaluation import evaluating
 from halflife.layers.memory import gate_rank as gate_rank_layer
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures import masks as mask_figure
@@ -183,7 +184,8 @@ def test_gates_are_those_that_the_op_gets(name, monkeypatch):
         return op(q, k, v, g_slow, g_fast, *rest, **options)
 
     monkeypatch.setattr(gate_rank_layer, "gate_rank", spy)
-    model(ids)
+    with evaluating(model):
+        model(ids)
     assert [layer.layer for layer in gates] == [0, 1]
     for layer, (slow, fast) in zip(gates, given, strict=True):
         assert torch.equal(layer.g_slow, slow.double())
