@@ -61,6 +61,7 @@ def mimo(x, z, weight, channels, state, numbers):
     return fused.mimo_output(torch.stack([x, z, x * z], 2), later, now, x + z, x, z, *weights)
 
 
+OPCHECKS = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 # Functions of x, z [B, T, H, V], taps [H·V, W], one number per channel, a state, and one number per head and token.
 CASES = {
     "rms_norm": lambda x, z, w, c, s, h: fused.rms_norm(flat(x), c, 1e-5),
@@ -223,7 +224,8 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_custom_ops_are_well_formed(name, monkeypatch):
+@pytest.mark.parametrize("checks", [OPCHECKS[:3], pytest.param(OPCHECKS[3:], marks=pytest.mark.slow)], ids=str)
+def test_custom_ops_are_well_formed(name, checks, monkeypatch):
     """torch's own checks of schema, fake implementation and autograd registration, on the calls of each case."""
     calls = []
     real = torch.ops.halflife
@@ -241,9 +243,8 @@ def test_custom_ops_are_well_formed(name, monkeypatch):
     monkeypatch.undo()
     assert calls
     for op, args in calls:
-        torch.library.opcheck(
-            op, [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
-        )
+        given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+        torch.library.opcheck(op, given, test_utils=checks)
 
 
 def test_forward_derivatives_of_a_layer_are_those_of_torch():

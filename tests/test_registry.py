@@ -230,7 +230,7 @@ def test_decays_are_made_in_float32(name):
         assert found[key].isfinite().all()
 
 
-def compare_compiled(name):
+def compare_compiled(name, compiler):
     """Raise an error if logits, states or gradients differ. This runs in another process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -246,14 +246,21 @@ def compare_compiled(name):
     with fixed_caches(model, None):  # as in compiled code, where no shape depends on the position
         expected = run(model)
     ska = name.startswith("echo")  # it counts factorisations that were repeated, which depends on values
-    assert_close(run(torch.compile(model, fullgraph=not ska)), expected, COMPILED_SKA if ska else COMPILED)
+    assert_close(
+        run(torch.compile(model, fullgraph=not ska, backend=compiler)), expected, COMPILED_SKA if ska else COMPILED
+    )
 
 
-# The C++ compiler takes a minute for each model on one core, so that one model is tested by default.
-@pytest.mark.parametrize("name", slow_beyond(["mamba2+post"], (*PRESETS, *MODIFIED)))
-def test_compiled_equals_eager(name):
+# The C++ compiler takes a minute for each model on one core. By default, one model is traced and not compiled.
+COMPILERS = [pytest.param("mamba2+post", "aot_eager"), *(
+    pytest.param(name, "inductor", marks=pytest.mark.slow) for name in (*PRESETS, *MODIFIED)
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "compiler"), COMPILERS)
+def test_compiled_equals_eager(name, compiler):
     """Models are compiled as users run them, without pytest's shape checks, which no compiler can trace."""
-    code = f"import test_registry; test_registry.compare_compiled({name!r})"
+    code = f"import test_registry; test_registry.compare_compiled({name!r}, {compiler!r})"
     torchs_own = (
         "ignore::DeprecationWarning",
         "ignore:`torch._prims_common.check` is deprecated:FutureWarning",

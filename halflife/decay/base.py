@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halflife.ops.laws import Law, log_decay, log_of
+from halflife.ops.laws import Law, log_decay, log_stretch
 from halflife.packing import Packing
 from halflife.precision import Float32Module
 from halflife.registry import Registry, check_options, constructor_parameters
@@ -128,8 +128,7 @@ class Decay(Float32Module):
             step = self.step_size(f)
         g = self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
         if taper is not None and position is not None:
-            stretch = -log_of(position, taper.dtype).view(*position.shape, *[1] * taper.ndim) * taper
-            g = g * (stretch if offset is None else stretch + offset).exp().to(g.dtype)
+            g = g * log_stretch(position, taper, offset).exp().to(g.dtype)
         return DecayParts(g, step, None) if parts else g
 
     @classmethod

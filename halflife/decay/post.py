@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halflife.decay.base import ROUNDED, Decay, DecayParts
 from halflife.decay.minimax import FASTEST_RATE, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
-from halflife.ops.laws import log_of, ordered_spectrum, tapers
+from halflife.ops.laws import log_stretch, ordered_spectrum, tapers
 from halflife.packing import Packing
 from halflife.precision import inverse_softplus, inverse_softplus_of
 
@@ -187,8 +187,7 @@ class PoST(Decay):
             assert like is not None
             stretch = like.new_zeros(*position.shape, self.channels)
         else:
-            stretch = -log_of(self._limited(position), taper.dtype) * taper
-            stretch = stretch if (offset := self._offset(taper)) is None else stretch + offset
+            stretch = log_stretch(self._limited(position), taper, self._offset(taper))
         return stretch.view(*position.shape, *self.base_shape)
 
     def step_size(self, f: Tensor) -> Tensor:

@@ -74,6 +74,11 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
+def dense(x: Tensor) -> Tensor:
+    """A tensor whose last axis has stride 1; kernels read all other axes as they are."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
 def not_plain(*tensors: Any) -> str | None:
     """The reason why kernels cannot read one of these values, which are tensors or not, or None if they can."""
     for x in tensors:

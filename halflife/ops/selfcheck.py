@@ -33,7 +33,6 @@ TOLERANCES = {
     # Four times the measured error: gradients of parameters are sums over tokens of terms that cancel. Layers compute
     # decays in float32 alone.
     "log_decay": {torch.float32: 1.2e-5},
-    "rms_norm_of_gated": TOLERANCE | {torch.bfloat16: 8e-2},
 }
 # Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
 # measured in Triton's interpreter (1.0e-2).
@@ -183,6 +182,7 @@ def _cases(length: int) -> Iterator[tuple[str, str, dict[str, Tensor], dict[str,
         yield "koopman_attention", f"{refresh}, decayed", {"q": q, "k": k, "v": v, **decayed}, options
 
     for spec in (OPS[name] for name in OPS.names() if name not in VARIED):
+        draw.manual_seed(0)  # the inputs of an op do not depend on which others there are
         known, tensors = {**SIZES, "T": length, "1": 1}, {}
         for name, shape in spec.tensors.items():
             x = randn(*shape.sizes(known)) if not shape.leading else randn(2, length, *shape.sizes(known))

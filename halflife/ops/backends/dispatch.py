@@ -146,9 +146,13 @@ def step_of(call: Call, backend: str, device: torch.device) -> Callable[[Call], 
     spec, names = call.spec, ("triton", "native", "chunked") if backend == "auto" else (backend,)
     for name in names:
         known = spec.steps.get(name, spec.backends.get(name))
-        if known is None or not (known.steps or name in spec.steps) or (name != "chunked" and call.differentiated):
+        if (
+            known is None
+            or not (known.steps or name in spec.steps)
+            or (backend == "auto" and _interpreted(name, device))
+        ):
             continue
-        if backend == "auto" and _interpreted(name, device):
+        if name != "chunked" and call.differentiated:
             continue
         if known.why_not is None or known.why_not(call.op, device, call) is None:
             return known.function

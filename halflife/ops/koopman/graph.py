@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halflife.ops.koopman.call import KoopmanCall
-from halflife.ops.koopman.decays import SumDecay, Weighted, running_norms, weigh_tokens
+from halflife.ops.koopman.decays import SumDecay, Weighted, running_norms
+from halflife.ops.koopman.layout import arrange
 from halflife.ops.koopman.readout import KoopmanReadout
 from halflife.ops.koopman.solve import Count, inverse_factor
 from halflife.ops.koopman.state import KoopmanMemory, Sums, memory_after, previous_keys
@@ -31,20 +32,14 @@ def run(
     """Read and write the tokens of `call`. `read` takes the place of products of torch, see `triton.read_operators`."""
     line, dtype = Timeline(call, memory), memory.last.dtype
     call = replace(call, k=call.k.to(dtype), v=call.v.to(dtype))
-    keys, values = line.place(call.k, memory.pending_keys), line.place(call.v, memory.pending_values)
-    decays = None if call.g is None else line.place(call.g, memory.pending_decays)
-    chunks = line.split(keys)
-    tokens = weigh_tokens(
-        chunks, line.split(line.previous(keys, memory.last)), line.split(values),
-        None if decays is None else line.split(decays), -2,
-    )  # fmt: skip
+    placed, chunks, tokens = arrange(line, call, memory)
     joined, norms = line.running_sums(tokens, memory.sums)
     leaving = _sums(line.leaving(joined), line.leaving(norms)).normalized(call.normalization, memory.sums.norm)
     joined, norms = line.entering(joined), line.entering(norms)
     entering = _sums(joined, norms).normalized(call.normalization, line.spread(memory.sums.norm))
     if call.normalization == "sequence":
         entering = entering._replace(norm=line.largest(chunks.square().sum(-1).amax(-1), memory.sums.norm))
-    memory = line.memory_after(leaving, (keys, values, decays), memory)
+    memory = line.memory_after(leaving, placed, memory)
     if read is not None:
         queries = line.place(call.q).unflatten(1, (line.chunks, line.size))
         settings = readout.gamma.flatten(), readout.weights.flatten(1), readout.ridge

@@ -8,16 +8,34 @@ row, in which each sequence is a segment of chunks. Chunks are `[n, rows, H, S, 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from halflife.ops.koopman.decays import Weighted, running_norms
+from halflife.ops.koopman.call import KoopmanCall
+from halflife.ops.koopman.decays import Weighted, running_norms, weigh_tokens
 from halflife.ops.koopman.state import KoopmanMemory, Sums
 from halflife.ops.slow_decay import split_decay
 from halflife.packing import Packing
+
+
+class Placed(NamedTuple):
+    """The tokens of a call on the timeline `[rows, n S, H, …]`, after those that were pending."""
+
+    keys: Tensor
+    values: Tensor
+    g: Tensor | None
+
+
+def arrange(line: Any, call: KoopmanCall, memory: KoopmanMemory) -> tuple[Placed, Tensor, Weighted]:
+    """Put tokens on a timeline, a `KoopmanLayout` or one like it; also their keys in chunks, and weighted."""
+    keys, values = line.place(call.k, memory.pending_keys), line.place(call.v, memory.pending_values)
+    g = None if call.g is None else line.place(call.g, memory.pending_decays)
+    chunks, previous = line.split(keys), line.split(line.previous(keys, memory.last))
+    tokens = weigh_tokens(chunks, previous, line.split(values), None if g is None else line.split(g), -2)
+    return Placed(keys, values, g), chunks, tokens
 
 
 class Segment(NamedTuple):

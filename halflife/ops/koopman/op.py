@@ -32,8 +32,7 @@ from halflife.ops.backends.dispatch import implements
 from halflife.ops.backends.native import koopman as native
 from halflife.ops.koopman import graph, reference  # noqa: F401 (the reference registers itself)
 from halflife.ops.koopman.call import KoopmanCall
-from halflife.ops.koopman.decays import weigh_tokens
-from halflife.ops.koopman.layout import KoopmanLayout
+from halflife.ops.koopman.layout import KoopmanLayout, arrange
 from halflife.ops.koopman.readout import KoopmanReadout
 from halflife.ops.koopman.solve import Count, Factor, add_token, cached_inverse_factor
 from halflife.ops.koopman.state import (
@@ -174,14 +173,7 @@ def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
 def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, Count]:
     """One operator a chunk, all in one batch: sums of each chunk, running sums, one factorisation, K + 1 solves."""
     layout = KoopmanLayout(call.k, memory, call.tokens_per_operator, call.packing)
-    keys = layout.place(call.k, memory.pending_keys)
-    values = layout.place(call.v, memory.pending_values)
-    g = None if call.g is None else layout.place(call.g, memory.pending_decays)
-    chunks = layout.split(keys)
-    tokens = weigh_tokens(
-        chunks, layout.split(layout.previous(keys, memory.last)), layout.split(values),
-        None if g is None else layout.split(g), -2,
-    )  # fmt: skip
+    placed, chunks, tokens = arrange(layout, call, memory)
     entering, leaving = layout.running_sums(tokens, memory.sums)
     norm = None
     if call.normalization == "sequence":
@@ -194,7 +186,7 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     queries = layout.split(layout.place(call.q))
     y, retries = readout.read(entering, queries.flatten(0, 1), norm)
     y = layout.restore(y.unflatten(0, queries.shape[:2]))
-    return y, memory_after(leaving, (keys, values, g), layout.first, layout.total, memory), retries
+    return y, memory_after(leaving, placed, layout.first, layout.total, memory), retries
 
 
 def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.arguments import not_plain
+from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends import triton
 from halflife.ops.backends.dispatch import implements, run_pass
 from halflife.ops.spec import define
@@ -97,7 +97,7 @@ def _expression(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """g, and φ `with_step`, in the shape of f."""
     law = Law(shape, bias, rate, factor, least, most)
-    stretch = None if taper is None or position is None else -log_of(position, taper.dtype) * taper
+    stretch = None if taper is None or position is None else log_stretch(position, taper)
     if stretch is not None and shape == "sigmoid":
         law, stretch = law.moved(stretch), None
     step = law.step(f)
@@ -105,9 +105,10 @@ def _expression(
     return g if stretch is None else g * stretch.exp().to(g.dtype), step if with_step else None
 
 
-def log_of(position: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logarithms of positions `[T]` or `[B, T]`, with an axis for channels."""
-    return position.to(dtype).log().unsqueeze(-1)
+def log_stretch(position: Tensor, taper: Tensor, offset: Tensor | None = None) -> Tensor:
+    """PoST's `offset − α log t` at positions `[T]` or `[B, T]`, with the axes of α behind those."""
+    stretch = -position.to(taper.dtype).log().view(*position.shape, *[1] * taper.ndim) * taper
+    return stretch if offset is None else stretch + offset
 
 
 define(
@@ -122,9 +123,8 @@ for _backend in ("chunked", "reference"):
 def _kernel(f: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
     """As `_expression`, in one launch (laws.py in `backends/triton`)."""
     triton.load()
-    f = f if f.stride(-1) == 1 or f.shape[-1] < 2 else f.contiguous()
     vectors = [None if x is None else x.contiguous() for x in rest[:3]]
-    g, step = torch.ops.halflife.triton_log_decay(f, *vectors, *rest[3:])
+    g, step = torch.ops.halflife.triton_log_decay(dense(f), *vectors, *rest[3:])
     return g, step if rest[-1] else None
 
 

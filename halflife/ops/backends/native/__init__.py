@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import PLAIN, not_plain
+from halflife.ops.arguments import PLAIN, dense, not_plain
 from halflife.ops.backends.native import build
 from halflife.ops.call import Call
 
@@ -72,9 +72,9 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     initial = call.first_state().contiguous()
     save = call.differentiated
     given = call.tensors.get
-    q, k, v, a, b = [None if (x := given(name)) is None else _dense(x) for name in MATRICES]
+    q, k, v, a, b = [None if (x := given(name)) is None else dense(x) for name in MATRICES]
     gates = (call.decay, given("beta"), given("g_slow"))
-    g, beta, g_slow = [None if x is None else _dense(x.float()) for x in gates]
+    g, beta, g_slow = [None if x is None else dense(x.float()) for x in gates]
     inputs = call.op, q, k, v, g, beta, a, b, g_slow, initial
     if call.is_token and not save:
         return torch.ops.halflife.state_step(*inputs, call.output_scale)
@@ -82,11 +82,6 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         *inputs, call.packing.cu_seqlens, call.output_scale, min(call.chunk_size, _LARGEST), save
     )
     return o, state
-
-
-def _dense(x: Tensor) -> Tensor:
-    """A tensor whose last axis has stride 1; the kernels read all others as they are."""
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 def formulas() -> dict[Any, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import not_plain
+from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.call import Call
 
@@ -103,9 +103,9 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 def run_step(call: Call) -> tuple[Tensor, Any]:
     """Run a call of one token a sequence: the outputs `[B, 1, H, V]`, and the next state, or GateRank's two."""
     load()
-    q, k, v, beta, a, b = [None if (x := call.get(name)) is None else _dense(x) for name in MATRICES]
+    q, k, v, beta, a, b = [None if (x := call.get(name)) is None else dense(x) for name in MATRICES]
     g, g_slow = call.decay, call.get("g_slow")
-    g = _dense(g) if g is not None and g.ndim == 4 else g
+    g = dense(g) if g is not None and g.ndim == 4 else g
     state, slow = (*call.state, None)[:2] if call.state is not None else (None, None)
     if state is not None and (state.stride(-1) != 1 or (slow is not None and slow.stride() != state.stride())):
         state, slow = [None if x is None else x.contiguous() for x in (state, slow)]
@@ -126,8 +126,3 @@ def read_operators(
     tensors = (x.contiguous() for x in (q, sums, norms, gamma, weights))
     y, failures, _ = torch.ops.halflife.triton_koopman(*tensors, ridge, dtype)
     return y, failures
-
-
-def _dense(x: Tensor) -> Tensor:
-    """A tensor whose last axis has stride 1; the kernel for tokens reads all others as they are."""
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
