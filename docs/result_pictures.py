@@ -137,11 +137,31 @@ def endpoints() -> Figure:
             for length, seeds in zip(where, values, strict=True):
                 axes.plot([length] * len(seeds), seeds, look.marker, color=look.color, markersize=3, alpha=0.5)
         axes.set_xscale("log", base=2)
-        axes.set(xticks=(64, *lengths), xticklabels=(64, *lengths), xlabel="tokens")
+        axes.set(xticks=(64, *lengths), xticklabels=(64, *lengths), xlabel="tokens of a sequence")
         axes.minorticks_off()
     panels[0].set(title="a quarter of the length in pairs", ylabel="recalled, %")
     panels[1].set(title="16 pairs")
     panels[1].legend(loc="lower left")
+    return figure
+
+
+@styled
+def recall() -> Figure:
+    """Draw the recall of 16 pairs by their lag, of models trained at T 64: means over seeds, and the seeds."""
+    figure = Figure(figsize=(PAGE_WIDTH, 3), layout="constrained")
+    axes = figure.subplots()
+    forecasts = [row for row in read_json(RESULTS / "forecast_overview.json")["models"] if row["task"] == "mqar"]
+    for model, look in model_styles(list(dict.fromkeys(row["model"] for row in forecasts))).items():
+        rows = [row for row in forecasts if row["model"] == model]
+        lags, values = rows[0]["lags"][1:], 100 * np.array([row["measured"][1:] for row in rows])  # the first lag is 0
+        axes.plot(lags, values.T, color=look.color, linewidth=0.7, alpha=0.5)
+        axes.plot(lags, values.mean(0), **look._asdict(), label=model, markevery=4)
+    axes.axvline(64, **REFERENCE_LINE)
+    axes.annotate("T", (64, 3), (3, 0), textcoords="offset points")
+    axes.set(xscale="log", xticks=lags[::4], xticklabels=[f"{lag:,}" for lag in lags[::4]], ylim=(-3, 103))
+    axes.set(xlabel="lag: tokens between the pairs and the question", ylabel="recalled, % of 16 pairs")
+    axes.minorticks_off()
+    name_looks(figure, axes)
     return figure
 
 
@@ -199,7 +219,7 @@ def stretched(part: str) -> str:
 
 
 def main() -> None:
-    for draw in (post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, speed):
+    for draw in (post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, recall, speed):
         path = RESULTS / f"{draw.__name__}.png"
         draw().savefig(path, dpi=150)
         print(path)

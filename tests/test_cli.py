@@ -55,7 +55,7 @@ def test_compare_end_to_end(tmp_path, capsys):
         " of training on this machine",
         "in: in distribution",
         "capacity",
-        "persist",
+        "lag",
         "tokens/s",
         "chance",
         "ignoring the key",

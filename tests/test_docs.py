@@ -211,6 +211,12 @@ def test_every_block_is_accounted_for(page):
             assert isinstance(yaml.safe_load(block.code), dict)
 
 
+@of_pages(sorted((ROOT / "docs").rglob("*.sh")))
+def test_every_recorded_command_exists(page):
+    for words in lines(page.read_text()):
+        check(words)
+
+
 @of_pages([page for page in PAGES if page.name != "log.md"])  # the log describes the project on the day of an entry
 def test_commands_in_sentences_and_tables_exist(page):
     for words in mentions(page.read_text()):

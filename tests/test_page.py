@@ -352,10 +352,11 @@ def tables(page, name):
 
 def test_tables_under_plots_have_the_numbers_of_the_results(shown, comparison):
     rows = list(csv.DictReader((comparison / "results.csv").read_text().splitlines()))
-    tests = ("capacity", "persist")
+    tests = ("capacity", "lag")
     for test, found in zip(tests, tables(shown.page, "accuracy"), strict=True):
         for row in (row for row in rows if row["test"] == test):
-            cell = found[f"{int(row['length']):,}", f"{row['model']}, seed {row['seed']}"]
+            at = row["lag" if test == "lag" else "length"]
+            cell = found[f"{int(at):,}", f"{row['model']}, seed {row['seed']}"]
             assert number(cell) == pytest.approx(100 * float(row["accuracy"]), abs=0.00501)
     loss, accuracy = tables(shown.page, "training")
     [folder] = comparison.glob("mamba2/lr*-seed0")

@@ -21,7 +21,8 @@ from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables, levels, summarise
 from halflife.runs.folder import read
 from halflife.runs.sweep import Cell
-from halflife.tasks import build
+from halflife.tasks import IGNORED, build
+from halflife.tasks.base import median_lag
 
 ECHO = EXPERIMENTS["echo-transfer"]()
 SMALL = ECHO.scales["small"]
@@ -42,6 +43,24 @@ def test_a_grid_holds_every_cell_that_has_room():
     assert "hard" not in plain
     (text,) = grid(("economy:easy",), (64,), (4,))
     assert build(**text).length == text["length"] != 64
+
+
+@pytest.mark.parametrize(("name", "held"), [("mqar", "lag"), ("post-mqar", "persist")])
+def test_tests_vary_what_their_names_say(name, held):
+    """By their samples: `capacity` the pairs, `lag` the lag alone, by whole lengths, and `persist` hardly the lag."""
+    experiment = EXPERIMENTS[name]()
+    settings = experiment.settings_at("smoke", {"length_factors": (1, 2, 4, 8)})
+    tests = {}
+    for test in experiment.configure(settings, Cell("mamba2", 1e-2, 0)).tests:
+        pairs = test.built.generate(4, seed=0).labels.ne(IGNORED).sum(1)
+        tests.setdefault(test.name, []).append((test.built.length, pairs.unique().item(), median_lag(test.built)))
+    assert list(tests) == ["in_distribution", "capacity", held]
+    assert [pairs for _, pairs, _ in tests["capacity"]] == [8, 16, 32, 64]
+    lengths, pairs, lags = zip(*tests[held], strict=True)
+    assert (lengths, set(pairs)) == ((32, 64, 128, 256), {8})
+    assert lags[0] == tests["in_distribution"][0][2]
+    grown = [lag - lags[0] for lag in lags]
+    assert grown == [0, 32, 96, 224] if held == "lag" else grown[-1] < 32
 
 
 @pytest.mark.parametrize(("experiment", "sizes"), [("post-mqar", {"pairs": ()}), ("echo-transfer", {"test_pairs": ()})])

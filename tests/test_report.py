@@ -25,7 +25,7 @@ from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Serie
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
 from halflife.report.page import render
-from halflife.report.page.comparison import _table
+from halflife.report.page.comparison import _table, findings
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import run_figures, save_figures, write_report
 from halflife.report.style import model_styles
@@ -504,6 +504,25 @@ def test_the_finding_counts_seeds_and_no_cells(tmp_path):
     assert heat["z"][0] == pytest.approx([0.905 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
     assert heat["z"][2] == [None, pytest.approx(0.905 * 2**-0.5, rel=1e-5), None, None]
     assert persist["data"][0]["y"] == ["4", "16"]
+
+
+def test_a_test_of_lags_has_them_on_its_axis_in_its_table_and_in_its_finding(tmp_path, capsys):
+    folder = make_run(tmp_path / "run")
+    [head, *rows] = (folder / "results.csv").read_text().splitlines()
+    at, lags = head.split(",").index("length"), {64: 31, 128: 95, 256: 223, 512: 479}
+    lagged = [f"{row.replace('persist', 'lag')},{lags[int(row.split(',')[at])]}" for row in rows]
+    (folder / "results.csv").write_text("\n".join([f"{head},lag", *lagged]) + "\n")
+    run = results.read(folder)
+    _, panel = comparison.accuracy(run).panels
+    assert {tuple(series.x) for series in panel.series} == {(31, 95, 223, 479)}
+    assert (panel.x.label, list(panel.x.ticks)) == ("lag: tokens from a value to its question", [31, 95, 223, 479])
+    assert [reference.x for reference in panel.references] == [31]
+    assert _table(run).headings[5:8] == ["95", "223", "479"]
+    assert findings(run)[1].startswith("In the test lag at a median lag of 479 tokens, mamba2 is best")
+    show(*comparison_tables([vars(score) for score in run.scores]))
+    assert re.search(r" 128 +256 +512 +95 +223 +479 *\n", capsys.readouterr().out)
+    early = comparison.accuracy(results.read(make_run(tmp_path / "persist"))).caption
+    assert 'In the test "persist" it is constant, and most questions come early. ' in early
 
 
 def test_only_the_selected_learning_rate_counts(tmp_path):

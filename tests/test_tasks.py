@@ -1,13 +1,17 @@
 """MQAR: values of its definition (docs/tasks.md), determinism in (settings, seed), solvability, bad settings."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import assert_raises, cases
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
-from halflife.tasks.base import distinct
+from halflife.tasks.base import distinct, median_lag
 
+ROOT = Path(__file__).parents[1]
 SMALL = {"vocab_size": 64, "length": 40, "num_pairs": 6}
 
 
@@ -153,6 +157,34 @@ def test_mqar_without_fillers():
     batch = task.generate(50, seed=0)
     assert (batch.inputs >= task.key_range[0]).all()
     assert (batch.labels != IGNORED).sum(1).eq(8).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"gap": 7}, {"updates": 1}, {"hold": 3, "length": 144}, {"value_size": 2}])
+def test_mqar_lags_are_those_of_its_samples(options):
+    """A lag is the distance from the last place where the value of a question was written, as a search finds it."""
+    task = tasks.build("mqar", **{**SMALL, "num_pairs": 5} | options)
+    batch = task.generate(20, seed=0)
+    for inputs, labels, lags in zip(batch.inputs, batch.labels, batch.slices["lag"], strict=True):
+        pairs = inputs[: task.hold * task.num_written * (1 + task.value_size)]
+        asked = (labels != IGNORED).nonzero().flatten().tolist()
+        assert [t - lags[t].item() for t in asked] == [(pairs == labels[t]).nonzero().max().item() for t in asked]
+        assert lags[labels == IGNORED].eq(0).all()
+
+
+def test_lags_vary_as_the_page_of_tasks_says():
+    """The medians of `persist` are those of docs/tasks.md. With a gap all lags lie within 4K of each other."""
+    rows = re.findall(r"\| (\d+) pairs, T = (\d+) \| (.*) \|\n", (ROOT / "docs/tasks.md").read_text())
+    for pairs, length, cells in [(int(k), int(t), cells.split("|")) for k, t, cells in rows]:
+        for i, cell in enumerate(cells):
+            sizes = {"vocab_size": 1024, "num_pairs": pairs, "length": length * 2**i}
+            if cell.strip():
+                assert median_lag(tasks.build("mqar", **sizes), 4096) == pytest.approx(int(cell), abs=2)
+            held = tasks.build("mqar", **sizes, gap=sizes["length"] - 4 * pairs)
+            batch = held.generate(256, seed=1)
+            lags = batch.slices["lag"][batch.labels != IGNORED]
+            assert held.gap < lags.min() <= lags.max() <= held.length - 3
+            assert median_lag(held) == held.length - 2 * pairs - 1
+    assert len(rows) == 2
 
 
 def test_mqar_zoology_fillers_may_repeat_bound_keys():

@@ -18,7 +18,7 @@ SPECTRUM = {"layers?": [{"layer": int, "init?": _TIMESCALES, "trained?": _TIMESC
 RESULT = {
     "parameters": int, "validation": NUMBER, "state_size?": int, "tokens_per_second?": NUMBER, "diverged?": str,
     "tests?": [{"test": str, "length": LENGTH, "accuracy?": NUMBER, "loss?": NUMBER, "chance?": NUMBER,
-                "shortcut_accuracy?": NUMBER, "num_pairs?": (int, type(None))}],
+                "shortcut_accuracy?": NUMBER, "num_pairs?": (int, type(None)), "lag?": (int, float, type(None))}],
     "lengths?": [{"length": LENGTH, "perplexity": NUMBER, "last_perplexity": NUMBER}],
     "documents?": {"nats": NUMBER, "tokens": int, "documents": int},
     "bits_per_byte?": NUMBER, "bits_per_byte_of_documents?": NUMBER, "tokens?": int, "mfu?": NUMBER, "rows?": int,
@@ -40,6 +40,7 @@ VERSIONS = {str: (str, type(None))}
 
 CELL = ("model", "learning_rate", "seed", "selected")  # `selected`: at the model's selected rate, as in `results.csv`
 IN_DISTRIBUTION = "in_distribution"
+LAG = "lag"  # the test whose lengths are drawn as the lags that they give
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Score:
 
     `accuracy`, `chance` and `shortcut_accuracy` (see `tasks.Task`) are fractions in [0, 1]. `loss` is in nats per
     token. `validation` is that of the run after its last step, which selects learning rates: an accuracy, or the loss
-    of runs on text. A number that does not apply, or that a diverged run does not have, is NaN in memory and an empty
-    cell.
+    of runs on text. `lag` is the median number of tokens from an answer to its question, in
+    samples of the test. A number that does not apply, or that a diverged run does not have, is NaN in memory and an
+    empty cell.
     """
 
     model: str
@@ -67,10 +69,11 @@ class Score:
     shortcut_accuracy: float = math.nan
     loss: float = math.nan
     validation: float = math.nan
+    lag: float = math.nan
 
 
 COLUMNS = {field.name: str(field.type) for field in fields(Score)}
-ADDED = ("loss", "validation")  # columns that a table may lack
+ADDED = ("loss", "validation", "lag")  # columns that a table may lack
 
 
 def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
@@ -201,6 +204,10 @@ class Comparison:
     def lengths(self, test: str) -> list[int]:
         """The lengths of a test in tokens, ascending."""
         return sorted({score.length for score in self.scores if score.test == test})
+
+    def lag(self, test: str, length: int) -> float:
+        """The median lag of a test at a length, tokens; NaN if the table does not say."""
+        return mean(score.lag for score in self.scores if (score.test, score.length) == (test, length))
 
     def seeds(self, model: str) -> list[int]:
         """Seeds of a model that have scores at its selected learning rate."""

@@ -16,7 +16,7 @@ from halflife.evaluation.recall import accuracy, by_position
 from halflife.models import LanguageModel
 from halflife.runs.one import CellConfig, ModelRun
 from halflife.tasks import build
-from halflife.tasks.base import Task
+from halflife.tasks.base import Task, median_lag
 from halflife.training.config import ExecutionConfig
 
 MAX_SEQUENCE_TOKENS = 1 << 24  # tokens of a sequence; more do not fit into memory with what a model computes from them
@@ -103,7 +103,7 @@ class RunConfig(CellConfig):
 class TaskRun(ModelRun):
     """A run of a `RunConfig`.
 
-    Its result adds "tests" (`[{"test", "length", "num_pairs", "accuracy", "chance", "shortcut_accuracy"}]`) and
+    Its result adds "tests" (`[{"test", "length", "num_pairs", "accuracy", "chance", "shortcut_accuracy", "lag"}]`) and
     "positions" (`[{"test", "length", "accuracy", "loss"}]`, lists by position, for tasks that score every position).
     After a divergence the accuracies are NaN.
     """
@@ -145,7 +145,7 @@ class TaskRun(ModelRun):
         return {
             "test": test.name, "length": task.length, "num_pairs": test.task.get("num_pairs"),
             "accuracy": float("nan") if diverged else accuracy(model, task, **self._test_settings(test)),
-            "chance": task.chance, "shortcut_accuracy": task.shortcut_accuracy,
+            "chance": task.chance, "shortcut_accuracy": task.shortcut_accuracy, "lag": median_lag(task),
         }  # fmt: skip
 
     def _by_position(self, model: LanguageModel, test: TestSpec) -> dict[str, Any]:

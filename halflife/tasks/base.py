@@ -121,6 +121,12 @@ def stream_seed(split: str, seed: int, index: int = 0) -> int:
     return (SPLITS.index(split) << 60) | (int.from_bytes(digest[:8], "big") >> 4)
 
 
+def median_lag(task: Task, num_examples: int = 256) -> float | None:
+    """Return the median number of tokens from an answer to its question in samples; None if the task does not say."""
+    batch = task.generate(num_examples, stream_seed("test", 0))
+    return batch.slices["lag"][batch.labels != IGNORED].median().item() if "lag" in batch.slices else None
+
+
 def constant_slices(num_examples: int, **sizes: int) -> dict[str, Tensor]:
     """Return slices that are the same for all examples."""
     return {name: torch.full((num_examples,), size) for name, size in sizes.items()}

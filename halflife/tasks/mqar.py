@@ -48,6 +48,10 @@ class MQAR(Task):
             published generator, so that a filler can repeat a key. "recall" (V = 128): the ids of the recall tasks
             (`layout`), which are 16–47 for keys, 48–79 for values, and 80–127 for fillers.
 
+    Slices: `num_pairs`, and `lag`, the number of tokens from a value to the position that asks for it (0 where nothing
+    is scored). With a length of 4K + gap every slot has a key, and lags lie between gap + 1 and gap + 4K − 3. With more
+    slots most lags are short, because early slots are likelier.
+
     Chance is one over the number of values, 2/V, or 1/32 with "recall". Naming any last value scores 1/K, and naming
     any value of the asked key 1/(u + 1).
     Source: Arora et al. 2023. The layout is in docs/tasks.md.
@@ -147,7 +151,9 @@ class MQAR(Task):
         inputs.scatter_(1, at, asked[:, :, :-1].flatten(1))
         labels = torch.full((num_examples, self.length), IGNORED)
         labels.scatter_(1, self.hold * (at + 1) - 1, asked[:, :, 1:].flatten(1))
-        slices = constant_slices(num_examples, num_pairs=self.num_pairs)
+        places = (last * (1 + self.value_size)).unsqueeze(2) + torch.arange(1, 1 + self.value_size)
+        lags = torch.zeros_like(labels).scatter_(1, self.hold * (at + 1) - 1, self.hold * (at - places.flatten(1)))
+        slices = {**constant_slices(num_examples, num_pairs=self.num_pairs), "lag": lags}
         facts = torch.arange(self.length) < self.hold * self.num_written * (1 + self.value_size)
         return TaskBatch(inputs.repeat_interleave(self.hold, 1), labels, slices, facts.expand(num_examples, -1))
 

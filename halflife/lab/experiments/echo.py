@@ -193,6 +193,7 @@ class EchoMQAR(MQARExperiment):
     }
     settings = EchoMQARSettings
     models: ClassVar = ("mamba2", "mamba2:equal-state", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
+    held: ClassVar = "persist"
     groups: ClassVar = {cell: tuple(f"{name}:{cell}" for name in MODELS_50M) for cell in CELLS}
     models_of: ClassVar = {"paper": CELLS}
     rates: ClassVar = {"paper": (3e-4,), "": (1e-2,)}

@@ -191,6 +191,7 @@ class GateRankMQAR(MQARExperiment):
         "large": MQARExperiment.scales["paper"],
     }
     models: ClassVar = (*PAIRS, "mamba2:double", "gated_deltanet:double")
+    held: ClassVar = "persist"
     groups: ClassVar = {"gates": GATES}
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:

@@ -14,6 +14,7 @@ from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
 from halflife.report.markdown import Rows, in_distribution, models
 from halflife.report.table import Table
+from halflife.runs.records import LAG
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 
@@ -61,13 +62,18 @@ LARGE_RATES, DELTA_RATES = (1e-3, 10**-2.5, 1e-2), (10**-3.5, 1e-3, 10**-2.5)  #
 
 @EXPERIMENTS.add("mqar")
 class MQARExperiment(Experiment):
-    """MQAR with two layers without MLP and equal states; tests `capacity` and `persist` at T to 8T.
+    """MQAR with two layers without MLP and equal states; tests `capacity` and `lag` at T to 8T.
+
+    `capacity` has T/4 pairs. `lag` has the pairs of training, then fillers, and the questions at the end, so that a
+    question comes T − 4K + 1 to T − 3 tokens after its value. The experiments of papers have `persist` in its place:
+    the same pairs in T tokens, with questions at places of PoST's power law, most of which come early.
 
     The scale "paper" has the sizes of PoST (§6.1, App. C) and our recipe. `post-mqar` is PoST's experiment.
     """
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = MQARSettings
+    held: ClassVar[str] = LAG  # the test with the pairs of training: `lag` or `persist`
     rates: ClassVar = {
         "large": LARGE_RATES, "paper": LARGE_RATES, "": (1e-2,),
         **{f"{scale} {base}": DELTA_RATES for scale in ("large", "paper") for base in ("gated_deltanet", "deltanet")},
@@ -85,9 +91,13 @@ class MQARExperiment(Experiment):
     def build_cell(self, settings: MQARSettings, cell: Cell) -> RunConfig:
         length, largest = settings.train_length, settings.train_length // 4
 
-        def task(length: int, pairs: int) -> dict[str, Any]:
+        def task(length: int, pairs: int, gap: int = 0) -> dict[str, Any]:
             sizes = {"vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
-            return {"name": "mqar", **sizes, **({} if settings.filler == "disjoint" else {"filler": settings.filler})}
+            further = {"filler": settings.filler} if settings.filler != "disjoint" else {}
+            return {"name": "mqar", **sizes, **further, **({"gap": gap} if gap else {})}
+
+        def gap(t: int) -> int:
+            return t - 4 * largest if self.held == LAG else 0
 
         lengths = [length * factor for factor in settings.length_factors]
         return settings.run(
@@ -99,7 +109,7 @@ class MQARExperiment(Experiment):
             tests=(
                 TestSpec(name="in_distribution", task=task(length, settings.pairs[-1])),
                 *(TestSpec(name="capacity", task=task(t, t // 4)) for t in lengths),
-                *(TestSpec(name="persist", task=task(t, largest)) for t in lengths),
+                *(TestSpec(name=self.held, task=task(t, largest, gap(t))) for t in lengths),
             ),
         )
 
@@ -179,6 +189,7 @@ class PostMQAR(MQARExperiment):
     }
     rates: ClassVar = {**MQARExperiment.rates, "paper rwkv7": (10**-4.5, 1e-4, 10**-3.5)}
     models: ClassVar = TABLE
+    held: ClassVar = "persist"
     groups: ClassVar = {state: tuple(f"{name}:{state}" for name in TABLE) for state in STATES}
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:

@@ -21,7 +21,7 @@ from halflife.report.figures.data import (
 from halflife.report.numbers import short_count
 from halflife.report.style import INK, ModelStyle, model_styles
 from halflife.report.tables.comparison import levels
-from halflife.runs.records import Comparison, Score, Training, mean
+from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, Score, Training, mean
 
 SHORTCUT = ModelStyle(INK, "", (0, (1, 1.2)))
 CHANCE = ModelStyle(INK, "", (0, (1, 4)))
@@ -49,10 +49,14 @@ def training_length(length: int | None) -> list[Reference]:
 def accuracy(run: Comparison) -> FigureData:
     """Accuracy against the sequence length (tokens, log), one panel for each test."""
     if "capacity" in run.tests:
-        pairs = (
-            'In the test "capacity" the number of pairs grows with the length. In the test "persist" it is constant, '
-            "and only the time between a pair and its query grows. "
-        )
+        pairs = 'In the test "capacity" the number of pairs grows with the length. '
+        if LAG in run.tests:
+            pairs += (
+                'In the test "lag" it is constant, and only the number of tokens from a value to its question grows. '
+                "The axis has its median in the test, and the vertical line marks that in training. "
+            )
+        if "persist" in run.tests:
+            pairs += f'In the test "persist" it is constant, and most questions come early{_medians(run, "persist")}. '
     else:
         pairs = "Each point is a mean over the numbers of pairs. "
     return FigureData(
@@ -63,27 +67,48 @@ def accuracy(run: Comparison) -> FigureData:
     )  # fmt: skip
 
 
+def _medians(run: Comparison, test: str) -> str:
+    """The median lags of a test in words, "" if they are not known."""
+    lags = [run.lag(test, length) for length in run.lengths(test)]
+    return "" if any(map(math.isnan, lags)) else f": half of them within {', '.join(f'{lag:g}' for lag in lags)} tokens"
+
+
 def _accuracy_panel(run: Comparison, test: str) -> Panel:
     lengths, pairs = run.lengths(test), _pairs(run, test)
+    varied, x, references = _lag_axis(run) if test == LAG else _length_axis(run, lengths)
     title = test
     if pairs:
-        title += f": {pairs[0]:g} " + (f"to {pairs[-1]:g} pairs" if len(pairs) > 1 else "pairs at every length")
+        every = f"pairs at every {'lag' if test == LAG else 'length'}"
+        title += f": {pairs[0]:g} " + (f"to {pairs[-1]:g} pairs" if len(pairs) > 1 else every)
     series: list[Series] = []
     for model, style in model_styles(run.models).items():
         curves: dict[int, Curve] = {
-            seed: (lengths, [run.mean(model, "accuracy", test=test, length=n, seed=seed) for n in lengths])
+            seed: (varied, [run.mean(model, "accuracy", test=test, length=n, seed=seed) for n in lengths])
             for seed in run.seeds(model)
         }
         series += seed_series(model, style, curves)
     known = levels([vars(score) for score in run.scores if score.test == test])
     chance, shortcut = ([known[test, n][i] for n in lengths] for i in (0, 1))
     series += [
-        Series("shortcut", "best answer that ignores the key", SHORTCUT, lengths, shortcut, "level"),
-        Series("chance", "chance", CHANCE, lengths, chance, "level"),
+        Series("shortcut", "best answer that ignores the key", SHORTCUT, varied, shortcut, "level"),
+        Series("chance", "chance", CHANCE, varied, chance, "level"),
     ]
+    return Panel(title, x, ACCURACY, series, references)
+
+
+def _length_axis(run: Comparison, lengths: Sequence[int]) -> tuple[Sequence[float], Axis, list[Reference]]:
+    """Where the points of a test stand, its axis, and the line at the training length."""
     ticks = {n: f"{label}\n{run.times(int(n))}".strip() for n, label in length_ticks(lengths).items()}
     x = Axis("sequence length (tokens)", log=True, ticks=ticks, phrase="{} tokens")
-    return Panel(title, x, ACCURACY, series, training_length(run.train_length))
+    return lengths, x, training_length(run.train_length)
+
+
+def _lag_axis(run: Comparison) -> tuple[Sequence[float], Axis, list[Reference]]:
+    """The same by the lags of the test `lag`, with a line at the median lag in training."""
+    lags = [run.lag(LAG, n) for n in run.lengths(LAG)]
+    x = Axis("lag: tokens from a value to its question", log=True, ticks=length_ticks(lags), phrase="{} tokens")
+    trained = run.lag(IN_DISTRIBUTION, run.train_length or 0)
+    return lags, x, [Reference("T", x=trained)] if math.isfinite(trained) else []
 
 
 def _pairs(run: Comparison, test: str) -> list[float]:

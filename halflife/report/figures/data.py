@@ -223,7 +223,7 @@ def seed_series(model: str, style: ModelStyle, curves: Mapping[int, Curve]) -> l
     return [*thin, Series(model, model, style, shared, average, note=f", mean of {len(curves)} seeds")]
 
 
-def length_ticks(lengths: Sequence[int]) -> dict[float, str]:
+def length_ticks(lengths: Sequence[float]) -> dict[float, str]:
     """Ticks at some of the lengths, at most `MAX_TICKS`, labelled "512", "1K", …"""
     return {length: short_count(length) for length in lengths[:: -(-len(lengths) // MAX_TICKS) or 1]}
 

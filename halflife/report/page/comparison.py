@@ -13,7 +13,7 @@ from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.comparison import levels
-from halflife.runs.records import IN_DISTRIBUTION, Comparison, mean, repeated_tests
+from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, mean, repeated_tests
 
 
 class Column(NamedTuple):
@@ -70,7 +70,8 @@ def _finding(run: Comparison, test: str) -> str:
     scored = [model for model in run.models if _finite(seeds[model])]
     # A mean that leaves out diverged seeds is too good. Models with such seeds therefore rank last.
     ranked = sorted(scored, key=lambda model: (not _complete(seeds[model]), -mean(seeds[model])))
-    task = f"In the test {test} at length {_in_lengths(run, length)}"
+    at = _varied(run, test, length)
+    task = f"In the test {test} at " + (f"a median lag of {at} tokens" if test == LAG else f"length {at}")
     if not ranked:
         return f"{task}, there are no numbers yet."
     shortcut = mean(score.shortcut_accuracy for score in run.scores if (score.test, score.length) == (test, length))
@@ -109,7 +110,7 @@ def _columns(run: Comparison) -> list[Column]:
     lengths = run.lengths(IN_DISTRIBUTION)
     inside = {"test": IN_DISTRIBUTION}
     by_length = [
-        Column(_in_lengths(run, length), "accuracy", {"test": test, "length": length}, percent, max)
+        Column(_varied(run, test, length), "accuracy", {"test": test, "length": length}, percent, max)
         for test, tested in _tests(run).items()
         for length in tested
     ]
@@ -130,14 +131,15 @@ def _table(run: Comparison) -> Table:
     if repeated := repeated_tests(map(vars, run.scores)):
         names = " and ".join(f"{test} at {length:,} tokens" for test, length in sorted(repeated))
         known = f" The test in distribution is also {names}.{known}"
+    tests, varied = _tests(run).items(), {LAG: "median lag"}
     return Table(
         ["model", *(column.label for column in _columns(run))],
         rows_of_models(run, _columns(run), "accuracy"),
         "Accuracy of each model, as a mean and for each seed, at the learning rate that validation selected. "
         f"The highest mean of a column is marked for accuracies and tokens/s.{known}",
         spans=[
-            ("in distribution", 1), *((f"{test}, by length in tokens", len(n)) for test, n in _tests(run).items()),
-            ("", 4),
+            ("in distribution", 1),
+            *((f"{test}, by {varied.get(test, 'length')} in tokens", len(n)) for test, n in tests), ("", 4),
         ],
     )  # fmt: skip
 
@@ -189,6 +191,11 @@ def _levels(run: Comparison) -> list[str]:
         chance, shortcut = (" to ".join(dict.fromkeys(percent(x, 2) for x in each)) for each in zip(*ends, strict=True))
         texts.append(f"{test.replace('_', ' ')}: chance {chance}, best answer that ignores the key {shortcut}")
     return texts
+
+
+def _varied(run: Comparison, test: str, length: int) -> str:
+    """What a test varies, at one of its lengths: the median lag, or the length."""
+    return f"{run.lag(test, length):,g}" if test == LAG else _in_lengths(run, length)
 
 
 def _in_lengths(run: Comparison, length: int) -> str:

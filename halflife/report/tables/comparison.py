@@ -9,7 +9,7 @@ from typing import Any
 
 from halflife.report.intervals import MIN_SEEDS, bootstrap
 from halflife.report.table import Table, styled
-from halflife.runs.records import repeated_tests
+from halflife.runs.records import LAG, repeated_tests
 
 MAX_COLUMNS = 12  # columns of tests that fit a terminal
 
@@ -20,6 +20,7 @@ def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
     keys, summary = {key: own for key, own in levels(rows).items() if key not in repeated}, summarise(rows)
     if len(keys) > MAX_COLUMNS:  # a grid: one column a test, the mean of its cells
         keys, summary = _over_lengths(keys), [{**row, "accuracy": _over_lengths(row["accuracy"])} for row in summary]
+    lags = {(row["test"], row["length"]): row.get("lag", math.nan) for row in rows if row["test"] == LAG}
     runs, tests, notes = [], [], ["lr*: the learning rate with the best validation accuracy in distribution."]
     for row in summary:
         mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else ""
@@ -37,14 +38,17 @@ def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
         notes.append("low, high: the ends of the 95 % interval of a mean, by bootstrap over seeds.")
     notes.append("state: the numbers that a model stores of one sequence.")
     if any(test == "capacity" for test, _ in keys):
-        also = "".join(f", also {test[:3]} {length}" for test, length in sorted(repeated))
-        notes.append(f"in: in distribution{also}. Under cap and per: the length T.")
-        notes.append("cap: `capacity`, K grows with T. per: `persist`, the training K.")
+        also = "".join(f", also {_heading(*key, lags)}".replace("\n", " ") for key in sorted(repeated))
+        notes.append(f"in: in distribution{also}. cap: `capacity`, K grows with T. Under it: T.")
+        if lags:
+            notes.append("lag: the training K. Under it: tokens from a value to its question, median.")
+        else:
+            notes.append("per: `persist`, the training K in T tokens, asked early for the most part.")
     elif any(length is None for _, length in keys):
         notes.append("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
     return (
         Table(("model", "lr", "seed", "parameters", "state", "tokens/s"), runs, title="runs"),
-        Table(("model", "seed", *_headings(keys)), tests, "\n".join(notes), "accuracy, %"),
+        Table(("model", "seed", *_headings(keys, lags)), tests, "\n".join(notes), "accuracy, %"),
     )
 
 
@@ -72,15 +76,15 @@ def _over_lengths(cells: Mapping[tuple[str, int], Any]) -> dict[tuple[str, None]
     }
 
 
-def _headings(keys: Iterable[tuple[str, int | None]]) -> list[str]:
+def _headings(keys: Iterable[tuple[str, int | None]], lags: Mapping[Any, float]) -> list[str]:
     """The headings of tests. The one in distribution has its length where models were trained at several."""
     trained = [key for key in keys if key[0] == "in_distribution"]
-    return ["in" if trained == [key] else _heading(*key) for key in keys]
+    return ["in" if trained == [key] else _heading(*key, lags) for key in keys]
 
 
-def _heading(test: str, length: int | None) -> str:
+def _heading(test: str, length: int | None, lags: Mapping[Any, float]) -> str:
     short = "in" if test == "in_distribution" else test
-    return short if length is None else f"{short[:3]}\n{length}"
+    return short if length is None else f"{short[:3]}\n{lags.get((test, length), length):.0f}"
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -157,10 +157,10 @@ def page(data: Mapping[str, Any]) -> str:
     return "\n".join([
         "# Overview", "",
         "Recall and tracking are accuracies in percent at two lengths in tokens: `persistence` has as many pairs as in "
-        "training, `capacity` more, `decoys` is a needle among decoys, and `tracking` the running product in S3. A "
-        f"model has not learned a task if it is below {100 * LEARNED:.0f} % at T, with what it was trained on. Text is "
-        "in bits a byte, and state in bytes of one sequence in float32. Intervals at the longer length are 95 %, by "
-        "bootstrap over seeds. "
+        "training and asks for most of them early, `capacity` more, `decoys` is a needle among decoys, and `tracking` "
+        f"the running product in S3. A model has not learned a task if it is below {100 * LEARNED:.0f} % at T, with "
+        "what it was trained on. Text is in bits a byte, and state in bytes of one sequence in float32. Intervals at "
+        "the longer length are 95 %, by bootstrap over seeds. "
         f"Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
         f"on {data['device']}.", "",
         "![Recall, text, speed and state of all models](figures/overview.png)", "", table(data), "", *_best(data), "",

@@ -135,6 +135,7 @@ class PostTakenApart(MQARExperiment):
         "large": MQAR_LARGE,
     }
     models: ClassVar = models("mamba2")
+    held: ClassVar = "persist"
     groups: ClassVar = {f"{base}-parts": models(base) for base in BASES}
     rates: ClassVar = {"large": LARGE_RATES, "": (3e-3, 1e-2, 3e-2)}
 
