@@ -128,7 +128,7 @@ def test_decays_run_by_the_kernels(name, post, monkeypatch):
     launched, launch = [], kernels.launch
     monkeypatch.setattr(kernels, "launch", lambda *x: launched.append(1) or launch(*x))
     with monkeypatch.context() as patch:
-        patch.setattr("halflife.ops.backends.dispatch._interpreted", lambda name, device: False)
+        patch.setattr("halflife.ops.backends.dispatch.SMALLEST_PASS", 0)
         patch.setattr("halflife.ops.backends.dispatch.choose", always_triton)
         got = run()
     assert len(launched) == (0 if name == "mamba2_no_a" else 2)

@@ -168,7 +168,6 @@ def test_models_decode_as_on_a_gpu(name, monkeypatch):
         step_of, launched, got = dispatch.step_of, [], []
         cuda = torch.device("cuda")
         monkeypatch.setattr(dispatch, "step_of", lambda call, backend, device: step_of(call, backend, cuda))
-        monkeypatch.setattr(dispatch, "_interpreted", lambda name, device: False)
         for op, backends in ((op, OPS[op].steps) for op in OPS.names()):
             for kind, known in backends.items():
 

@@ -143,16 +143,12 @@ def implementation_of(call: Call, backend: str) -> Callable[[Call], Any]:
 
 def step_of(call: Call, backend: str, device: torch.device) -> Callable[[Call], Any] | None:
     """Return what runs a call of a single token on `device`, or None if nothing is made for that."""
-    spec, names = call.spec, ("triton", "native", "chunked") if backend == "auto" else (backend,)
+    spec, names = call.spec, (backend,)
+    if backend == "auto":
+        names = ("triton", "native", "chunked") if device.type == "cuda" else ("native", "chunked")
     for name in names:
         known = spec.steps.get(name, spec.backends.get(name))
-        if (
-            known is None
-            or not (known.steps or name in spec.steps)
-            or (backend == "auto" and _interpreted(name, device))
-        ):
-            continue
-        if name != "chunked" and call.differentiated:
+        if known is None or not (known.steps or name in spec.steps) or (name != "chunked" and call.differentiated):
             continue
         if known.why_not is None or known.why_not(call.op, device, call) is None:
             return known.function
