@@ -25,7 +25,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `halflife.hf` at the first access, because it needs transformers."""
+    """Import what needs more packages, or the upper floors, at its first access."""
+    if name == "look":
+        return importlib.import_module("halflife.report.look").look
     if name == "hf":
         require("halflife.hf", "transformers")
         return importlib.import_module("halflife.hf")

@@ -1,0 +1,6 @@
+"""The memory lens: what every token of a text reads from the others, and what is left of what each one wrote."""
+
+from halflife.analysis.look.lens import HeadLens, Lens, look
+from halflife.analysis.look.measured import Measured
+
+__all__ = ["HeadLens", "Lens", "Measured", "look"]

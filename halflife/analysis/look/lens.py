@@ -1,0 +1,226 @@
+"""The memory lens of one model on one text: the half-life of every head, and all numbers of chosen heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halflife.analysis.look.measured import Measured
+from halflife.analysis.look.observe import Place, observe
+from halflife.analysis.look.readings import Reading
+from halflife.analysis.readable import Progress, ignore
+from halflife.models import LanguageModel
+
+FOLLOWED = 64  # writes whose fading gives the half-life of a head
+MOST_CURSORS = 256  # positions at which what is left is computed, unless more are asked for
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of a model, and how long it remembers this text.
+
+    Attributes:
+        place: the layer.
+        head: its index, from 0.
+        kind: the op, as "delta_rule", or "attention".
+        half_life: tokens after which half of a write is left, the median over writes of the first half of the text. It
+            is infinite if it lies beyond the other half.
+        kept: the mean share of these writes that is left at the end of the text.
+    """
+
+    place: Place
+    head: int
+    kind: str
+    half_life: float
+    kept: float
+
+    def __str__(self) -> str:
+        return f"{self.place}, head {self.head}"
+
+
+@dataclass(frozen=True)
+class HeadLens:
+    """All numbers of one head.
+
+    Attributes:
+        head: the head.
+        cursors: the positions at which what is left is known, `[C]`.
+        left: the share of each token's write that is left after each cursor, `[C, T]`; 0 before it is written.
+        faded: the share that the decay alone would have left, `[C, T]`. Less is left where other tokens overwrote it.
+        weights: the weight with which token t reads the value of token j, `[t, j]` of `[T, T]`.
+        sizes: the norm of each token's value, `[T]`.
+        resets: the tokens at which the head resets, or None if it has no resets.
+    """
+
+    head: Head
+    cursors: np.ndarray
+    left: Measured
+    faded: Measured
+    weights: Measured
+    sizes: Measured
+    resets: np.ndarray | None
+
+    def shares(self) -> np.ndarray:
+        """The share of each earlier token in what a token reads, `|w| ‖v‖` over the sum of all: `[T, T]`."""
+        parts = np.abs(self.weights.values) * self.sizes.values
+        return parts / np.maximum(parts.sum(1, keepdims=True), 1e-30)
+
+
+@dataclass(frozen=True)
+class Lens:
+    """What a model remembers of one text.
+
+    Attributes:
+        model: the model, which reads the text again when the numbers of a head are asked for.
+        ids: the tokens, `[T]`.
+        documents: the number of tokens of each document; a model begins each without memory.
+        heads: all heads that are read.
+        refused: the reason why a layer is not shown, by its place.
+    """
+
+    model: LanguageModel
+    ids: Tensor
+    documents: tuple[int, ...]
+    heads: tuple[Head, ...]
+    refused: dict[Place, str]
+
+    def find(self, layer: int, head: int, part: str = "") -> Head:
+        """The head with these numbers; a ValueError if there is none."""
+        for one in self.heads:
+            if (one.place, one.head) == (Place(layer, part), head):
+                return one
+        reason = self.refused.get(Place(layer, part))
+        raise ValueError(f"{Place(layer, part)}, head {head} is not shown: {reason or 'the model has no such head'}")
+
+    def __getitem__(self, key: tuple[int, int]) -> HeadLens:
+        return next(self.details([self.find(*key)]))
+
+    def ranked(self) -> list[Head]:
+        """All heads, the slowest first."""
+        return sorted(self.heads, key=lambda one: (-one.half_life, -one.kept))
+
+    def details(self, heads: Sequence[Head], cursors: int = MOST_CURSORS) -> Iterator[HeadLens]:
+        """Read the text again, and yield the numbers of heads, layer by layer.
+
+        One head at a time needs memory for two matrices of T × T.
+        """
+        wanted: dict[Place, list[Head]] = {}
+        for head in heads:
+            wanted.setdefault(head.place, []).append(head)
+        readings: dict[Place, list[Reading]] = {place: [] for place in wanted}
+
+        def keep(place: Place, reading: Reading) -> None:
+            if place in wanted:
+                readings[place].append(reading.of([one.head for one in wanted[place]]))
+
+        for ids in self.ids.split(self.documents):
+            observe(self.model, ids, keep)
+        at = grid(len(self.ids), cursors)
+        for place in sorted(wanted):
+            for index, head in enumerate(wanted[place]):
+                yield _detail(head, [one.of([index]) for one in readings[place]], at)
+
+
+def look(
+    model: LanguageModel, ids: Tensor, *, documents: Sequence[int] | None = None, progress: Progress = ignore
+) -> Lens:
+    """Let a model read a text, and measure how long each of its heads remembers it.
+
+    Args:
+        model: a language model of halflife.
+        ids: the tokens, `[T]` or `[1, T]`.
+        documents: the number of tokens of each document in the text. None is a single one.
+        progress: is called with the number of tokens of each document that is read.
+
+    Raises:
+        ValueError: there is no token, the documents do not add up, or no layer can be shown.
+    """
+    ids = ids.reshape(-1).cpu()
+    lengths = (len(ids),) if documents is None else tuple(documents)
+    if not len(ids) or sum(lengths) != len(ids) or min(lengths) < 1:
+        raise ValueError(f"documents of {lengths} tokens do not make up a text of {len(ids)}")
+    found: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+    kinds: dict[Place, str] = {}
+
+    def measure(place: Place, reading: Reading) -> None:
+        kinds[place] = reading.kind
+        found.setdefault(place, []).append(fading(reading))
+
+    refused: dict[Place, str] = {}
+    for part in ids.split(lengths):
+        refused |= observe(model, part, measure)
+        progress(len(part))
+    if not found:
+        raise ValueError(f"no layer can be shown: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")
+    heads = []
+    for place, parts in sorted(found.items()):
+        lives, kept = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
+        for h, (life, left) in enumerate(zip(lives.median(1).values.tolist(), kept.mean(1).tolist(), strict=True)):
+            heads.append(Head(place, h, kinds[place], life, left))
+    return Lens(model, ids, lengths, tuple(heads), refused)
+
+
+def grid(tokens: int, most: int) -> np.ndarray:
+    """At most `most` positions, evenly spread from the first to the last of `tokens`."""
+    return np.unique(np.linspace(0, tokens - 1, min(tokens, most)).round().astype(int))
+
+
+def fading(reading: Reading) -> tuple[Tensor, Tensor]:
+    """The half-lives of some writes of each head `[H, n]`, in tokens, and the shares left at the end `[H, n]`.
+
+    Between two cursors, the logarithm of what is left is interpolated.
+    """
+    tokens = reading.tokens
+    columns = torch.from_numpy(grid(max(1, tokens // 2), FOLLOWED))
+    cursors = torch.from_numpy(grid(tokens, MOST_CURSORS))
+    left = reading.left(columns, cursors).double().cpu()
+    age = cursors.unsqueeze(-1) - columns
+    lives = torch.full((left.shape[0], len(columns)), math.inf)
+    for c in range(len(columns)):
+        later = (age[:, c] > 0).nonzero().flatten()
+        ages = [0.0, *age[later, c].tolist()]
+        for h in range(left.shape[0]):
+            lives[h, c] = half_life(ages, [1.0, *left[h, later, c].tolist()])
+    return lives, left[:, -1]
+
+
+def half_life(ages: Sequence[float], left: Sequence[float]) -> float:
+    """The age at which half is left, from what is left at ascending ages."""
+    last = next((i for i, share in enumerate(left) if share < 0.5), None)
+    if last is None:
+        return math.inf
+    before, after = math.log(left[last - 1]), math.log(max(left[last], 1e-30))
+    return ages[last - 1] + (ages[last] - ages[last - 1]) * (math.log(0.5) - before) / (after - before)
+
+
+def _detail(head: Head, readings: Sequence[Reading], cursors: np.ndarray) -> HeadLens:
+    """The numbers of one head, whose documents are blocks on the diagonal."""
+    tokens = sum(one.tokens for one in readings)
+    weights = np.zeros((tokens, tokens), dtype=np.float32)
+    left, faded = np.zeros((2, len(cursors), tokens), dtype=np.float32)
+    sizes, resets, first = [], [], 0
+    for one in readings:
+        last = first + one.tokens
+        weights[first:last, first:last] = one.weights()[0].cpu().numpy()
+        rows = np.flatnonzero((cursors >= first) & (cursors < last))
+        at = torch.from_numpy(cursors[rows] - first)
+        columns = torch.arange(one.tokens)
+        if len(rows):
+            left[rows, first:last] = one.left(columns, at)[0].cpu().numpy()
+            faded[rows, first:last] = one.faded(columns, at)[0].cpu().numpy()
+        sizes.append(one.sizes[0].float().cpu().numpy())
+        resets.append(np.zeros(one.tokens, bool) if one.resets is None else one.resets[0].cpu().numpy())
+        first = last
+    axes = ("cursor", "token")
+    return HeadLens(
+        head, cursors, Measured(left, "share of the write that is left", "1", axes),
+        Measured(faded, "share that the decay alone would leave", "1", axes),
+        Measured(weights, "weight of what is read", "1", ("token that reads", "token that is read")),
+        Measured(np.concatenate(sizes), "norm of the value", "1", ("token",)),
+        np.concatenate(resets) if readings[0].resets is not None else None,
+    )  # fmt: skip

@@ -1,0 +1,260 @@
+"""What the tokens of a layer read from each other, and what is left of each write in its state.
+
+Every op reads values linearly, `o_t = Σ_j w[t, j] v_j` with one weight for each head, whatever erases, decays or resets
+between the tokens j and t. Values that are columns of the identity therefore come out as the weights themselves,
+exactly and by the backend that the model runs. The column of token j in the state is what its write became, so its norm
+over the norm right after token j is the share that is left.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.ops.backends.dispatch import implementation_of
+from halflife.ops.call import Call
+from halflife.ops.chunked.groups import each_head
+from halflife.ops.gate_rank import masks
+from halflife.precision import compute_dtype
+
+COLUMNS = 256  # tokens whose weights are computed at once
+# Ops whose state depends on the tokens after a write alone, so that the tokens before it need not be read.
+FROM_ZERO = ("linear_attention", "delta_rule", "dplr", "gate_rank")
+
+
+class Reading(ABC):
+    """One reading of a text by the heads of a layer.
+
+    Attributes:
+        kind: the op, as "delta_rule", or "attention".
+        tokens: T.
+        heads: H.
+        sizes: the norm of the value of every token, `[H, T]`; it weighs what a token adds to an output.
+        log_decay: the mean log-decay of each head `[H]`, or None without a decay.
+        resets: where a token resets, `[H, T]`, or None without resets.
+    """
+
+    kind: str
+    tokens: int
+    heads: int
+    sizes: Tensor
+    resets: Tensor | None = None
+
+    @abstractmethod
+    def respond(self, columns: slice) -> Tensor:
+        """The weights with which all tokens read the tokens `columns`, `[H, T, n]`."""
+
+    @abstractmethod
+    def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
+        """The shares of the writes of the tokens `columns [n]` that are left after the tokens `cursors [C]`.
+
+        They are `[H, C, n]`, and 0 where a write is still to come.
+        """
+
+    def faded(self, columns: Tensor, cursors: Tensor) -> Tensor:
+        """What `left` would be if no other token overwrote anything."""
+        return self.left(columns, cursors)
+
+    @abstractmethod
+    def of(self, heads: Sequence[int]) -> Reading:
+        """The reading of some heads."""
+
+    def weights(self) -> Tensor:
+        """w of all tokens: token t reads token j with the weight `[h, t, j]` of `[H, T, T]`."""
+        starts = range(0, self.tokens, COLUMNS)
+        return torch.cat([self.respond(slice(j, min(j + COLUMNS, self.tokens))) for j in starts], -1)
+
+
+class OpReading(Reading):
+    """The reading of a layer by one call of an op on a state.
+
+    Args:
+        call: the call, of one sequence from its start.
+        backend: the backend that the layer asked for.
+        tokens: T. A layer may write several times for a token, in neighbouring rows of the call; its last row reads.
+    """
+
+    def __init__(self, call: Call, backend: str, tokens: int) -> None:
+        self.call, self.backend, self.kind, self.tokens = call, backend, call.op, tokens
+        self.heads, self.steps = call.sizes["H"], call.sizes["T"] // tokens
+        dtype = compute_dtype(call["q"])
+        self.tensors: dict[str, Any] = {name: None if x is None else x.to(dtype) for name, x in call.tensors.items()}
+        values = self.tensors["v"].unflatten(1, (tokens, self.steps))
+        self.sizes = values.square().sum((2, 4)).sqrt()[0].T
+        if "g_slow" in self.tensors:
+            self.resets = self.tensors["g_slow"][0].T != 0
+
+    def of(self, heads: Sequence[int]) -> OpReading:
+        index = torch.as_tensor(heads, device=self.call.device)
+
+        def pick(name: str, x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            axis = 0 if name == "ridge" else 2
+            return x.index_select(axis, index * x.shape[axis] // self.heads)
+
+        tensors = {name: pick(name, x) for name, x in self.tensors.items()}
+        return OpReading(self._call(tensors), self.backend, self.tokens)
+
+    def _call(self, tensors: dict[str, Any], state: Any = None) -> Call:
+        call = self.call
+        return Call.of(call.op, tensors, state, scale=call.scale, chunk_size=call.chunk_size, **call.options)
+
+    def _run(self, rows: slice, values: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """The op on some rows with other values, `[1, rows, H, n]`."""
+        cut = {n: x if x is None or n == "ridge" else x[:, rows] for n, x in self.tensors.items()}
+        call = self._call({**cut, "v": values}, state)
+        return implementation_of(call, self.backend)(call)
+
+    def _identity(self, columns: Tensor, first: int = 0) -> Tensor:
+        """Values `[1, rows, H, n]` from token `first` on, 1 in the rows of token `columns[c]` and channel c."""
+        at = torch.arange(first, self.tokens, device=columns.device).repeat_interleave(self.steps)
+        ones = (at.unsqueeze(-1) == columns).to(self.tensors["v"].dtype)
+        return ones[None, :, None].expand(1, -1, self.heads, -1).contiguous()
+
+    def respond(self, columns: slice) -> Tensor:
+        first = columns.start if self.kind in FROM_ZERO else 0
+        at = torch.arange(columns.start, columns.stop, device=self.call.device)
+        o, _ = self._run(slice(first * self.steps, None), self._identity(at, first))
+        o = o[0, self.steps - 1 :: self.steps].transpose(0, 1)
+        return F.pad(o, (0, 0, first, 0))
+
+    def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
+        g = self.call.decay
+        scalar = g is None or g.ndim == 3
+        if self.kind in ("linear_attention", "ridge_attention", "log_linear_attention") and scalar:
+            return faded(self.tensors["g"], self.heads, columns, cursors)
+        if self.kind == "gate_rank" and self.tensors["beta"] is None:
+            return self.faded(columns, cursors)
+        return self._propagated(columns, cursors)
+
+    def faded(self, columns: Tensor, cursors: Tensor) -> Tensor:
+        g, k = self.tensors.get("g"), self.tensors["k"]
+        if self.kind == "gate_rank":
+            gamma, lam = (x[0] for x in masks(self.tensors["g_slow"], self.tensors["g_fast"]))
+            return (gamma * lam)[:, cursors][:, :, columns]
+        if self.steps > 1 or (g is not None and g.ndim == 4 and self.kind == "linear_attention"):
+            return self.left(columns, cursors)
+        if g is None or g.ndim == 3:
+            return faded(g, self.heads, columns, cursors)
+        return faded_channels(g, each_head(k, self.heads, 2), columns, cursors)
+
+    def _propagated(self, columns: Tensor, cursors: Tensor) -> Tensor:
+        """Run the recurrence from cursor to cursor, with the norms of the columns of its state at each."""
+        first = int(columns.min())
+        norms, state, at = [], None, first
+        values = self._identity(columns, first)
+        for cursor in cursors.tolist():
+            if cursor >= at:
+                rows = slice(at * self.steps, (cursor + 1) * self.steps)
+                taken = slice(rows.start - first * self.steps, rows.stop - first * self.steps)
+                _, state = self._run(rows, values[:, taken], self._states(state))
+                at = cursor + 1
+            norms.append(values.new_zeros(self.heads, len(columns)) if state is None else self._norms(state))
+        return torch.stack(norms, 1) / self._written()[:, None, columns].clamp(min=1e-30)
+
+    def _states(self, state: Any) -> Any:
+        """The states that the op returned as it takes them."""
+        if isinstance(state, Tensor) and self.call.num_states == 2:
+            return tuple(part.contiguous() for part in state.chunk(2, -2))
+        return state
+
+    def _norms(self, state: Any) -> Tensor:
+        """The norms of the columns of a state, `[H, n]`; queries read the sum of two states."""
+        parts = self._states(state)
+        whole = parts if isinstance(parts, Tensor) else parts[0] + parts[1]
+        return whole[0].norm(dim=-2)
+
+    def _written(self) -> Tensor:
+        """The norm of each token's column right after its write, `[H, T]`, from states of zeros."""
+        apart: dict[str, Any] = {
+            n: None if x is None else x[0].unflatten(0, (self.tokens, self.steps)) for n, x in self.tensors.items()
+        }
+        ones = apart["v"].new_ones(self.tokens, self.steps, self.heads, 1)
+        call = self._call({**apart, "v": ones})
+        state = self._states(implementation_of(call, self.backend)(call)[1])
+        whole = state if isinstance(state, Tensor) else state[0] + state[1]
+        return whole[..., 0].norm(dim=-1).T
+
+
+def faded(g: Tensor | None, heads: int, columns: Tensor, cursors: Tensor) -> Tensor:
+    """What a decay alone leaves, `e^{g_{j+1} + … + g_t}`: `[H, C, n]` from log-decays `[1, T, H]`, or None."""
+    later = (cursors.unsqueeze(-1) >= columns).unsqueeze(0)
+    if g is None:
+        return later.double().expand(heads, -1, -1)
+    total = g[0].double().clamp(min=-1e4).cumsum(0).T
+    return torch.where(later, (total[:, cursors].unsqueeze(-1) - total[:, None, columns]), -torch.inf).exp()
+
+
+class AttentionReading(Reading):
+    """The reading of a layer of softmax attention, whose cache keeps all tokens of its window.
+
+    Args:
+        mixer: the layer.
+        given: the arguments of its `attend`.
+        tokens: T.
+    """
+
+    kind = "attention"
+
+    def __init__(self, mixer: Any, given: tuple[Any, ...], tokens: int, chosen: Sequence[int] | None = None) -> None:
+        self.mixer, self.given, self.tokens = mixer, given, tokens
+        self.chosen = range(mixer.num_heads) if chosen is None else chosen
+        self.heads = len(self.chosen)
+        values = given[1]["values"][0, -tokens:]
+        self.sizes = values.norm(dim=-1).T[[self._group(h, values.shape[1]) for h in self.chosen]]
+
+    def of(self, heads: Sequence[int]) -> AttentionReading:
+        return AttentionReading(self.mixer, self.given, self.tokens, [self.chosen[h] for h in heads])
+
+    def _group(self, head: int, groups: int) -> int:
+        return head * groups // self.mixer.num_heads
+
+    def respond(self, columns: slice) -> Tensor:
+        q, cache, at, visible = self.given
+        slots = cache["keys"].shape[1]
+        at_slot = torch.arange(slots, device=q.device) - (slots - self.tokens)
+        ones = at_slot.unsqueeze(-1) == torch.arange(columns.start, columns.stop, device=q.device)
+        rows = []
+        for head in self.chosen:
+            own = {}
+            for name, x in cache.items():
+                group = self._group(head, x.shape[2])
+                own[name] = ones[None, :, None].to(x.dtype) if name == "values" else x[:, :, group : group + 1]
+            rows.append(self._attend(q[:, :, head : head + 1], own, at, visible)[0, :, 0])
+        return torch.stack(rows)
+
+    def _attend(self, q: Tensor, cache: dict[str, Tensor], at: Any, visible: Any) -> Tensor:
+        """The layer's own attention, of one head."""
+        heads = self.mixer.num_heads, self.mixer.num_kv_heads
+        self.mixer.num_heads = self.mixer.num_kv_heads = 1
+        try:
+            return type(self.mixer).attend(self.mixer, q, cache, at, visible)
+        finally:
+            self.mixer.num_heads, self.mixer.num_kv_heads = heads
+
+    def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
+        age = cursors.unsqueeze(-1) - columns
+        kept = (age >= 0) if self.mixer.window is None else (age >= 0) & (age < self.mixer.window)
+        return kept.double().expand(self.heads, -1, -1)
+
+
+def faded_channels(g: Tensor, k: Tensor, columns: Tensor, cursors: Tensor) -> Tensor:
+    """What decays of channels leave of each key, `‖e^{g_{j+1} + … + g_t} k_j‖ / ‖k_j‖`: `[H, C, n]`.
+
+    Args:
+        g: log-decays `[1, T, H, K]`.
+        k: keys `[1, T, H, K]`.
+    """
+    total = g[0].double().clamp(min=-1e4).cumsum(0)
+    keys = F.normalize(k[0].double(), dim=-1)[columns]
+    rows = []
+    for cursor in cursors.tolist():
+        seen = (columns <= cursor).view(-1, 1, 1)
+        rows.append((torch.where(seen, total[cursor] - total[columns], -torch.inf).exp() * keys).norm(dim=-1).T)
+    return torch.stack(rows, 1)

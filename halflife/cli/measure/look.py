@@ -1,0 +1,95 @@
+"""`halflife look`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+
+@dataclass(frozen=True)
+class Look:
+    """Look at a text through a model's memory: one page on which the text itself is the picture.
+
+    The page shows, for every position of a cursor, how much of each token's write is left in the state, with which
+    weight the token at the cursor reads each earlier token, where a token is read later, and what was lost to decay,
+    to resets and to tokens that overwrote it. It needs no network.
+
+    Without --text, a model of `halflife compare` reads a sequence of its task. The page then marks the pairs that it
+    recalls, with the probability of the right answer.
+
+    examples:
+      halflife look runs/20260101-120000-mqar-smoke
+      halflife look my-checkpoint --text book.txt --tokens 1024 --output look.html
+      halflife look me/my-model --text a.txt b.txt --heads 0.3 2.1
+    """
+
+    folder: Positional[str]
+    """A checkpoint (ours, or one that `halflife convert` converts), a run that contains some, or a name on the hub,
+    owner/name or owner/name@revision."""
+    text: tuple[Path, ...] = ()
+    """Files to read, each as a document. A file that ends in .gz is unpacked."""
+    tokens: int = 512
+    """Most tokens that are read."""
+    model: str | None = None
+    """The model of a run with several, by its label. Default: the first one."""
+    heads: tuple[str, ...] = ()
+    """Heads whose numbers must be on the page, as layer.head, from 0. Default: the slowest, the median and the fastest
+    head, then the slowest of each layer, until the page is full."""
+    tokenizer: str | None = None
+    """Name or folder of a tokenizer of transformers. Default: the one beside the model, or bytes."""
+    output: Path | None = None
+    """The page to write. Default: look.html in the folder, or look-<owner>--<name>.html for the hub."""
+    exact: Path | None = None
+    """Also write the exact numbers of the heads named by --heads to this .npz file."""
+    device: str | None = None
+    """Device of the model. Default: the GPU if there is one, else the CPU."""
+
+    def run(self) -> None:
+        from halflife.analysis.look.tables import write_exact
+        from halflife.cli.options import default_device
+        from halflife.models.load import checkpoints, load_any
+        from halflife.registry import unknown
+        from halflife.report.look import look, read_task, read_text
+        from halflife.report.tables.look import look_table
+        from halflife.training.start import local_folder
+
+        if self.tokens < 2:
+            raise ValueError(f"a lens needs 2 tokens or more; got --tokens {self.tokens}")
+        if self.exact is not None and not self.heads:
+            raise ValueError("--exact writes the numbers of the heads that --heads names, as --heads 0.3 2.1")
+        root = local_folder(self.folder)
+        found = checkpoints([root])
+        label = self.model or next(iter(found))
+        if label not in found:
+            raise unknown("model", label, [*found])
+        folder = found[label]
+        model = load_any(folder, default_device(self.device))
+        if self.text:
+            ids, documents, tokenizer = read_text(model, folder, self.text, self.tokenizer, self.tokens)
+            lens = look(
+                model, ids, documents=documents, tokenizer=tokenizer, title=f"{label} reads {self.text[0].name}"
+            )
+        else:
+            ids, pairs, task = read_task(model, folder)
+            lens = look(model, ids, pairs=pairs, title=f"{label} reads a sequence of {task}")
+        chosen = [lens.find(*_numbers(name)) for name in self.heads]
+        name = "look.html" if root == Path(self.folder) else f"look-{self.folder.replace('/', '--')}.html"
+        output = self.output or (root / name if root == Path(self.folder) else Path(name))
+        lens.save(output, chosen)
+        print(look_table(lens).terminal())
+        if len(found) > 1 and self.model is None:
+            print(f"This is {label}. Others, with --model: {', '.join(other for other in found if other != label)}.")
+        if self.exact is not None:
+            write_exact(lens, chosen, self.exact)
+            print(f"written: {self.exact}")
+        print(f"written: {output}")
+
+
+def _numbers(name: str) -> tuple[int, int]:
+    """`"2.1"` → layer 2, head 1."""
+    layer, dot, head = name.partition(".")
+    if not (dot and layer.isdecimal() and head.isdecimal()):
+        raise ValueError(f"--heads takes layer.head, as 2.1; got {name!r}")
+    return int(layer), int(head)

@@ -1,0 +1,148 @@
+"""The memory lens with its page: `halflife.look`, and what `halflife look` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife.analysis.look import Lens
+from halflife.analysis.look import look as measure
+from halflife.analysis.look.lens import Head
+from halflife.analysis.readable import Progress, ignore
+from halflife.data.tokenizers import OF_BYTES, check_ids, load_tokenizer
+from halflife.evaluation import evaluating
+from halflife.files import RUN_JSON, read_bytes, read_json_object, write_text
+from halflife.models import LanguageModel
+from halflife.models.convert import TOKENIZER
+from halflife.report.page.look import Pair, look_page
+from halflife.tasks import build, stream_seed
+
+
+@dataclass(frozen=True)
+class Look(Lens):
+    """A lens that shows itself in notebooks, and that `save` writes as a page.
+
+    Attributes:
+        tokens: what is written for each token.
+        title: the title of the page.
+        pairs: the pairs of a recall task in the text.
+    """
+
+    tokens: tuple[str, ...] = ()
+    title: str = "Memory lens"
+    pairs: tuple[Pair, ...] = ()
+    numbers: bool = field(default=False, repr=False)  # whether tokens are shown as their ids
+
+    def html(self, chosen: Sequence[Head] = ()) -> str:
+        """The page, with the numbers of the `chosen` heads in any case."""
+        return look_page(self, self.tokens, title=self.title, ids=self.numbers, chosen=chosen, pairs=self.pairs)
+
+    def save(self, path: str | Path, chosen: Sequence[Head] = ()) -> Path:
+        """Write the page and return its path."""
+        write_text(Path(path), self.html(chosen))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe title="{escape(self.title)}" srcdoc="{escape(self.html())}" '
+            'style="width:100%;height:640px;border:1px solid #8888"></iframe>'
+        )
+
+
+def look(
+    model: LanguageModel, ids: Tensor | Sequence[int], *, tokenizer: Any = None, documents: Sequence[int] | None = None,
+    title: str = "Memory lens", pairs: Sequence[Pair] = (), progress: Progress = ignore,
+) -> Look:  # fmt: skip
+    """Let a model read a text, and show what its state keeps of every token and what every token reads.
+
+    Args:
+        model: a language model of halflife. `halflife.models.load.load_any` loads others as one.
+        ids: the tokens of the text, `[T]`.
+        tokenizer: what has `decode`, for the page. None shows the ids.
+        documents: the number of tokens of each document in the text, each of which is read without memory of the
+            others. None is a single document.
+        title: the title of the page.
+        pairs: the pairs of a recall task, which the page marks.
+        progress: is called with the number of tokens of each document that is read.
+
+    Returns:
+        The lens. `lens[layer, head]` has all numbers of a head, and `lens.save("look.html")` writes the page.
+    """
+    ids = torch.as_tensor(ids).reshape(-1)
+    lens = measure(model, ids, documents=documents, progress=progress)
+    written = [str(i) for i in ids.tolist()] if tokenizer is None else [decoded(tokenizer, i) for i in ids.tolist()]
+    return Look(
+        lens.model, lens.ids, lens.documents, lens.heads, lens.refused, tokens=tuple(written), title=title,
+        pairs=tuple(pairs), numbers=tokenizer is None,
+    )  # fmt: skip
+
+
+def decoded(tokenizer: Any, token: int) -> str:
+    """The text of one token. A part of a character is a dot."""
+    text = tokenizer.decode([token])
+    return "·" if "\ufffd" in text else text
+
+
+def read_text(
+    model: LanguageModel, folder: Path, files: Sequence[Path], tokenizer: str | None, tokens: int
+) -> tuple[Tensor, list[int], Any]:
+    """The ids `[T]` of files, the tokens of each of them, and the tokenizer. Each file is a document.
+
+    Raises:
+        FileNotFoundError: a file or the tokenizer is missing.
+        ValueError: the text is empty, or the model has another vocabulary.
+    """
+    if tokenizer is None and any((folder / name).is_file() for name in TOKENIZER):
+        tokenizer = str(folder)
+    reads = load_tokenizer(tokenizer or "bytes")
+    documents: list[Tensor] = []
+    for file in files:
+        room = tokens - sum(map(len, documents))
+        ids = torch.from_numpy(reads.encode(read_bytes(file))[:room])
+        if len(ids):
+            documents.append(ids)
+    if not documents:
+        raise ValueError(f"there is no token to read in {', '.join(map(str, files))}")
+    ids = torch.cat(documents).long()
+    check_ids(model.config, ids, None if tokenizer in (None, *OF_BYTES) else tokenizer)
+    return ids, [len(one) for one in documents], reads
+
+
+def read_task(model: LanguageModel, folder: Path) -> tuple[Tensor, list[Pair], str]:
+    """A sequence of the task that a run was validated on, its pairs with the model's answers, and the task's name.
+
+    Raises:
+        FileNotFoundError: the folder does not name a task.
+    """
+    run = read_json_object(folder / RUN_JSON, optional=True)
+    if not (tasks := run.get("validation")) or "name" not in tasks[0]:
+        raise FileNotFoundError(f"{folder} does not say what its model was trained on; give --text FILE")
+    batch = build(**tasks[0]).generate(1, stream_seed("test", 0))
+    with torch.no_grad(), evaluating(model):
+        logits, _ = model(batch.inputs.to(model.embedding.weight.device))
+    return batch.inputs[0], find_pairs(batch.inputs[0], batch.labels[0], logits[0].float().cpu()), tasks[0]["name"]
+
+
+def find_pairs(inputs: Tensor, labels: Tensor, logits: Tensor) -> list[Pair]:
+    """The questions of a sequence whose key and value stand next to each other before it.
+
+    Args:
+        inputs: token ids `[T]`.
+        labels: the right answers `[T]`, negative where nothing is asked.
+        logits: those of the model, `[T, vocabulary]`.
+    """
+    pairs, chances = [], logits.softmax(-1)
+    for asked in (labels >= 0).nonzero().flatten().tolist():
+        value = int(labels[asked])
+        there = (inputs[: asked - 1] == inputs[asked]) & (inputs[1:asked] == value)
+        if there.any():
+            written = int(there.nonzero().max()) + 1
+            known = int(logits[asked].argmax()) == value
+            pairs.append(Pair(written, asked, str(value), round(float(chances[asked, value]), 4), known))
+    return pairs

@@ -1,0 +1,157 @@
+"""The page of the memory lens: one HTML file without a network, on which the text itself is the picture."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from halflife.analysis.look import HeadLens, Lens
+from halflife.analysis.look.lens import Head
+
+HERE = Path(__file__).parent
+LARGEST_PAGE = 3_000_000  # bytes
+BUDGET = 1_900_000  # bytes of compressed numbers, which base64 makes a third longer
+LISTED = (64, 32, 16, 8)  # tokens that a token reads most, of which as many are on the page as fit
+STORED = 1 << 18  # shares of what is left on the page, for each head
+FROM_LEFT, FROM_LISTS = 0.2, 0.9  # what zlib leaves of both, at most as measured
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair of a recall task: where its value stands and where it is asked for, and the answer of the model."""
+
+    written: int
+    asked: int
+    value: str
+    probability: float
+    known: bool
+
+
+def look_page(
+    lens: Lens, tokens: Sequence[str], *, title: str, ids: bool = False, chosen: Sequence[Head] = (),
+    pairs: Sequence[Pair] = (),
+) -> str:  # fmt: skip
+    """The HTML of a lens.
+
+    Args:
+        lens: the lens.
+        tokens: what is written for each token.
+        title: the page's title.
+        ids: whether the tokens are numbers, which need room between them.
+        chosen: heads that the page must have.
+        pairs: the pairs of a recall task.
+    """
+    labels = _labels(lens)
+    heads = list(dict.fromkeys([*chosen, *labels, *_spread(lens)]))
+    count, listed = _room(len(tokens), len(heads))
+    cursors = max(48, STORED // max(1, len(tokens)))
+    parts, blob = [], bytearray()
+    for one in lens.details(heads[: max(count, len(chosen))], cursors):
+        parts.append((one.head, _pack(one, listed, blob)))
+    order = {head: i for i, head in enumerate(heads)}
+    parts.sort(key=lambda part: order[part[0]])
+    index = {head: i for i, head in enumerate(lens.heads)}
+    data: dict[str, Any] = {
+        "tokens": list(tokens), "ids": ids, "cursor": len(tokens) - 1,
+        "documents": np.cumsum([0, *lens.documents[:-1]]).tolist(), "pairs": [asdict(pair) for pair in pairs],
+        "heads": [_head(head) for head in lens.heads],
+        "details": [{**part, "head": index[head], "label": labels.get(head, "")} for head, part in parts],
+        "blob": b64encode(zlib.compress(bytes(blob), 9)).decode(),
+    }  # fmt: skip
+    return _render(title, data, lens, len(parts))
+
+
+def _labels(lens: Lens) -> dict[Head, str]:
+    """The slowest, the median and the fastest head, with these names."""
+    ranked = lens.ranked()
+    names = ((len(ranked) // 2, "median"), (len(ranked) - 1, "fastest"), (0, "slowest"))
+    found = {ranked[i]: name for i, name in names}
+    return dict(sorted(found.items(), key=lambda item: ("slowest", "median", "fastest").index(item[1])))
+
+
+def _spread(lens: Lens) -> list[Head]:
+    """All heads, first the slowest of each layer, then the next ones."""
+    seen: dict[Any, int] = {}
+    order = []
+    for head in lens.ranked():
+        order.append((seen.setdefault(head.place, 0), head.place, head))
+        seen[head.place] += 1
+    return [head for *_, head in sorted(order, key=lambda item: item[:2])]
+
+
+def _room(tokens: int, heads: int) -> tuple[int, int]:
+    """How many heads fit on a page, and how many tokens are listed for each token."""
+    left = 2 * FROM_LEFT * max(48 * tokens, min(STORED, tokens * tokens))
+
+    def fitting(listed: int) -> int:
+        listed = min(listed, tokens)
+        return int(BUDGET / (left + FROM_LISTS * tokens * (3 * listed + 3 * math.ceil(listed / 2) + 16)))
+
+    listed = next((k for k in LISTED if fitting(k) >= heads), LISTED[-1])
+    return max(3, min(heads, fitting(listed))), min(listed, tokens)
+
+
+def _head(head: Head) -> dict[str, Any]:
+    half = None if math.isinf(head.half_life) else round(head.half_life, 2)
+    layer = f"{head.place.layer}{' +' if head.place.part else ''}"
+    return {"name": str(head), "layer": layer, "kind": head.kind.replace("_", " "), "half": half}
+
+
+def _pack(one: HeadLens, listed: int, blob: bytearray) -> dict[str, Any]:
+    """Add the numbers of a head to the blob; return where they lie, as [type, offset, size]."""
+    shares = one.shares() * np.sign(one.weights.values)
+    later = math.ceil(listed / 2)
+    total = (np.abs(one.weights.values) * one.sizes.values).sum(1)
+    arrays = {"total": total.astype("<f4"), "sizes": one.sizes.values.astype("<f4")}
+    for name, table, k in (("read", shares, listed), ("later", shares.T - np.diag(np.diag(shares)), later)):
+        order = np.argsort(-np.abs(table), axis=1, kind="stable")[:, :k]
+        values = np.take_along_axis(table, order, 1)
+        scale = np.maximum(np.abs(values[:, :1]), 1e-30)
+        arrays[f"{name}_scale"] = scale[:, 0].astype("<f4")
+        arrays[f"{name}_index"] = order.astype("<u2")
+        arrays[f"{name}_value"] = np.round(127 * values / scale).astype("i1")
+    grids = {"left": one.left.values, "faded": one.faded.values}
+    if np.allclose(grids["left"], grids["faded"], atol=1 / 255):
+        del grids["faded"]
+    arrays |= {name: np.round(255 * grid.clip(0, 1)).astype("u1") for name, grid in grids.items()}
+    if one.resets is not None:
+        arrays["resets"] = one.resets.astype("u1")
+    places = {}
+    for name, array in arrays.items():
+        blob.extend(b"\0" * (-len(blob) % 4))
+        places[name] = [array.dtype.str[1:], len(blob), array.size]
+        blob.extend(array.tobytes())
+    return {"arrays": places, "cursors": one.cursors.tolist(), "k": listed, "k_later": later}
+
+
+def _render(title: str, data: dict[str, Any], lens: Lens, shown: int) -> str:
+    script = (HERE / "look.js").read_text(encoding="utf-8")
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    layers = len({head.place for head in lens.heads})
+    summary = (
+        f"{len(data['tokens']):,} tokens, {len(lens.heads)} heads in {layers} layers. Click a token or drag across the "
+        "text to move the cursor."
+    )
+    if shown < len(lens.heads):
+        summary += f" The page has the numbers of {shown} heads."
+    absent = " ".join(f"{place} is not shown: {reason}." for place, reason in lens.refused.items())
+    return Template((HERE / "look.html").read_text(encoding="utf-8")).substitute(
+        title=escape(title), summary=summary, absent=escape(absent), policy=policy, script=script,
+        css=(HERE / "look.css").read_text(encoding="utf-8"),
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c"),
+    )  # fmt: skip

@@ -1,0 +1,332 @@
+"""The memory lens: weights and shares equal those of the token loop for every op, and layers agree with differences."""
+
+import json
+import re
+import zlib
+from base64 import b64decode
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_raises, call_of, cases, generator
+
+import halflife
+from halflife.analysis.look import look
+from halflife.analysis.look.lens import half_life
+from halflife.analysis.look.observe import READ, Place, observe
+from halflife.analysis.look.readings import OpReading
+from halflife.cli import main
+from halflife.models import LanguageModel, checkpoint, preset
+from halflife.ops.backends import dispatch
+from halflife.ops.log_linear.rows import levels
+from halflife.ops.spec import OPS
+from halflife.report.look import find_pairs
+from halflife.report.page.look import LARGEST_PAGE
+
+T, H, K, V = 11, 4, 6, 5
+EXACT = 1e-10  # in float64; the errors measured are below 1e-14
+CASES = (
+    ("linear_attention", "none"), ("linear_attention", "scalar"), ("linear_attention", "vector"),
+    ("delta_rule", "none"), ("delta_rule", "scalar"), ("delta_rule", "vector"), ("dplr", "none"), ("dplr", "scalar"),
+    ("dplr", "vector"), ("gate_rank", "linear"), ("gate_rank", "delta"), ("log_linear_attention", "scalar"),
+    ("ridge_attention", "scalar"),
+)  # fmt: skip
+
+
+def inputs(op, kind):
+    """Float64 tensors of a call with two groups of queries and keys for four heads."""
+    draw = generator(op, kind)
+
+    def randn(*shape):
+        return torch.randn(1, T, *shape, generator=draw, dtype=torch.float64)
+
+    tensors = {"q": randn(2, K), "k": F.normalize(randn(2, K), dim=-1), "v": randn(H, V)}
+    g = {"none": None, "vector": -randn(H, K).square() / 8}.get(kind, -randn(H).square() / 8)
+    if op == "gate_rank":
+        resets = torch.where(randn(H) > 0.5, -0.3, 0.0).double()
+        beta = randn(H).sigmoid() if kind == "delta" else None
+        return {**tensors, "g_slow": resets, "g_fast": g, "beta": beta}
+    tensors["g"] = g
+    if op in ("delta_rule", "ridge_attention"):
+        tensors["beta"] = randn(H).sigmoid()
+    if op == "dplr":
+        tensors |= {"a": -randn(H, K) / 4, "b": randn(H, K) / 4}
+    if op == "log_linear_attention":
+        tensors["weights"] = randn(H, 5).exp()
+    if op == "ridge_attention":
+        tensors["ridge"] = randn(H, K)[0, 0].exp()
+    return tensors
+
+
+def loop(op, x):
+    """The weights, without scale, and the norms of what is left, `[H, T, T]`, from matrices that act on the keys."""
+    weights, norms = torch.zeros(2, H, T, T, dtype=torch.float64)
+    for h in range(H):
+        q, k = (x[name][0, :, h // 2] for name in "qk")
+        decay = torch.ones(T, K).double()
+        if x.get("g") is not None:
+            decay = x["g"][0, :, h].reshape(T, -1).exp().expand(T, K)
+        total = x["g"][0, :, h].cumsum(0) if x.get("g") is not None and x["g"].ndim == 3 else None
+        columns = torch.zeros(2 * K, T).double()  # of the fast and the slow state; others have the first one alone
+        gram = torch.zeros(K, K).double()
+        for t in range(T):
+            step = torch.eye(2 * K).double()
+            written, read = k[t], torch.cat([q[t], torch.zeros(K).double()])
+            if op == "gate_rank":
+                fade, g_slow = x["g_fast"][0, t, h].exp(), x["g_slow"][0, t, h]
+                step[:K, :K] *= fade
+                if g_slow != 0:
+                    step[K:, K:] *= g_slow.exp()
+                    step[K:, :K] = g_slow.exp() * fade * torch.eye(K).double()
+                    step[:K, :K] = 0
+                if x["beta"] is not None:
+                    both = torch.cat([k[t], k[t]])
+                    erase = torch.eye(2 * K).double()
+                    erase[:K] -= x["beta"][0, t, h] * torch.outer(k[t], both)
+                    step, written = erase @ step, x["beta"][0, t, h] * k[t]
+                read = torch.cat([q[t], q[t]])
+            else:
+                step[:K, :K] = decay[t].diag()
+                if op == "delta_rule":
+                    beta = x["beta"][0, t, h]
+                    step[:K, :K] -= beta * torch.outer(k[t], k[t] * decay[t])
+                    written = beta * k[t]
+                elif op == "dplr":
+                    step[:K, :K] += torch.outer(x["b"][0, t, h], x["a"][0, t, h])
+                elif op == "ridge_attention":
+                    beta = x["beta"][0, t, h]
+                    gram = decay[t, 0] * gram + beta * torch.outer(k[t], k[t])
+                    read[:K] = torch.linalg.solve(gram + x["ridge"][h].diag(), q[t])
+                    written = beta * k[t]
+            columns = step @ columns
+            columns[:K, t] = written
+            weights[h, t] = read @ columns
+            norms[h, t] = (columns[:K] + columns[K:]).norm(dim=0)
+            if op == "log_linear_attention":
+                level = levels(torch.tensor(t), torch.arange(t + 1), 4)
+                factors = x["weights"][0, t, h].gather(0, level)
+                weights[h, t, : t + 1] = factors * (total[t] - total[: t + 1]).exp() * (k[: t + 1] @ q[t])
+    return weights, norms / norms.diagonal(dim1=1, dim2=2).unsqueeze(1)
+
+
+@cases("op, kind", *CASES)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_every_op_has_the_weights_and_the_rest_of_its_token_loop(op, kind, backend):
+    x = inputs(op, kind)
+    settings = {"iterations": 30, "tolerance": 1e-15} if op == "ridge_attention" else {"scale": 0.7}
+    reading = OpReading(call_of(op, x, **settings), backend, T)
+    weights, left = loop(op, x)
+    torch.testing.assert_close(reading.weights(), settings.get("scale", 1) * weights, rtol=0, atol=EXACT)
+    at = torch.arange(T)
+    torch.testing.assert_close(reading.left(at, at).double(), left, rtol=0, atol=EXACT)
+    torch.testing.assert_close(reading.of([3, 1]).weights(), reading.weights()[[3, 1]], rtol=0, atol=EXACT)
+    some, few = torch.tensor([2, 3, 7]), torch.tensor([0, 5, 10])
+    torch.testing.assert_close(reading.left(some, few).double(), left[:, few][:, :, some], rtol=0, atol=EXACT)
+
+
+def test_every_op_with_a_state_and_values_is_read():
+    """Convolutions have a state of their last inputs, and Koopman attention is read by its layer."""
+    assert {name for name, _ in CASES} == set(READ)
+    assert {name for name in OPS if OPS[name].state and "v" in OPS[name].tensors} == set(READ)
+
+
+def tiny(name, **options):
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "train_length": 32, "vocab_size": 64, **options}
+    return LanguageModel(preset(name, **sizes)).double()
+
+
+def outputs(mixer, reading, x, change=None):
+    """What the heads of a mixer read, `[T, H, V]`, with a change of its values."""
+    found, choose = [], dispatch.implementation_of
+
+    def chosen(call, backend):
+        implementation = choose(call, backend)
+
+        def run(call):
+            if call.op != reading.kind or found:
+                return implementation(call)
+            found.append(None)  # calls that the op itself makes stay as they are
+            found[0], state = implementation(call if change is None else call.with_tensors(v=call["v"] + change))
+            return found[0], state
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "implementation_of", chosen)
+        mixer(x)
+    return found[0][0]
+
+
+@cases("name", "mamba2", "mamba2+gate_rank", "gated_deltanet", "gla", "rwkv7", "mesa", "mamba2+log_linear")
+def test_weights_are_the_differences_of_a_layer(name):
+    """A change of one token's value changes what every token reads by its weight."""
+    model, ids = tiny(name), torch.randint(0, 64, (12,))
+    given, readings = [], {}
+    mixer = model.blocks[1].mixer
+    mixer.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    observe(model, ids, lambda place, reading: readings.update({place: reading}))
+    reading = readings[Place(1)]
+    weights = reading.weights()
+    with torch.no_grad():
+        before = outputs(mixer, reading, given[0])
+        change = torch.zeros_like(reading.tensors["v"])
+        change[0, 4] = 1e-3 * torch.randn_like(change[0, 4])
+        after = outputs(mixer, reading, given[0], change)
+    expected = weights[:, :, 4].T.unsqueeze(-1) * change[0, 4]
+    torch.testing.assert_close(after - before, expected, rtol=0, atol=1e-12)
+    assert expected[4:].abs().max() > 1e-6
+
+
+@cases("name, kind", ("llama", "attention"), ("fox", "attention"), ("mamba3", "trapezoid"), ("simple+ska", ""))
+def test_other_memories_read_by_their_weights(name, kind):
+    """Attention, Mamba-3's trapezoid and Koopman attention: weights times values are what the layer reads."""
+    model, ids, found = tiny(name), torch.randint(0, 64, (70,)), {}
+    observe(model, ids, lambda place, reading: found.update({place: reading}))
+    reading = next(one for one in found.values() if one.kind in (kind or "koopman_attention"))
+    weights = reading.weights()
+    if kind == "attention":
+        cache = reading.given[1]
+        expected = type(reading.mixer).attend(reading.mixer, *reading.given)
+        values = cache["values"]
+    elif kind == "trapezoid":
+        values = reading.given[4]
+        expected, _ = reading.integrate(*reading.given, **reading.options)
+    else:
+        values = reading.given[2]
+        expected = reading.readout.forward(*reading.given, **reading.options).y
+    read = torch.einsum("htj,jhv->thv", weights, values[0])
+    torch.testing.assert_close(read, expected[0], rtol=0, atol=EXACT)
+    assert weights.triu(1).abs().max() == 0
+    assert weights.abs().max() > 1e-3
+    one = reading.of([1])
+    torch.testing.assert_close(one.weights()[0], weights[1], rtol=0, atol=EXACT)
+
+
+def test_a_window_forgets_at_once():
+    model, found = tiny("llama", mixer_options={"window": 4}), {}
+    observe(model, torch.randint(0, 64, (10,)), lambda place, reading: found.update({place: reading}))
+    reading = found[Place(0)]
+    at = torch.arange(10)
+    left, weights = reading.left(at, at)[0], reading.weights()[0]
+    inside = (at.unsqueeze(1) - at < 4) & (at.unsqueeze(1) >= at)
+    assert torch.equal(left.bool(), inside)
+    assert torch.equal(weights > 0, inside)
+
+
+def test_several_writes_of_a_token_count_together():
+    """DeltaProduct writes twice for each token; a change of both values changes the reads by the weight."""
+    model, ids, found = tiny("deltaproduct"), torch.randint(0, 64, (9,)), {}
+    observe(model, ids, lambda place, reading: found.update({place: reading}))
+    reading = found[Place(0)]
+    assert reading.steps == 2
+    x, at = reading.tensors, torch.arange(9)
+    beta, q, k = (x[name][0, :, 0] for name in ("beta", "q", "k"))
+    g = torch.zeros(18).double() if x["g"] is None else x["g"][0, :, 0]
+    columns = torch.zeros(k.shape[1], 9).double()
+    weights, norms = torch.zeros(2, 9, 9).double()
+    for row in range(18):
+        columns = g[row].exp() * columns
+        columns = columns - beta[row] * torch.outer(k[row], k[row] @ columns)
+        columns[:, row // 2] += beta[row] * k[row]
+        if row % 2:
+            weights[row // 2], norms[row // 2] = q[row] @ columns * reading.call.output_scale, columns.norm(dim=0)
+    torch.testing.assert_close(reading.weights()[0], weights, rtol=0, atol=EXACT)
+    torch.testing.assert_close(reading.left(at, at)[0], norms / norms.diagonal(), rtol=0, atol=EXACT)
+
+
+def test_what_cannot_be_shown_says_why():
+    lens = look(tiny("mamba2+gate_rank", num_layers=1), torch.arange(8))
+    assert not lens.refused
+    model = tiny("mamba3_mimo")
+    assert_raises(ValueError, "each channel of a value has weights of its own", look, model, torch.arange(8))
+    assert_raises(ValueError, "layer 7, head 0 is not shown: the model has no such head", lens.find, 7, 0)
+    message = r"documents of \(3, 4\) tokens do not make up a text of 8"
+    assert_raises(ValueError, message, look, model, torch.arange(8), documents=(3, 4))
+
+
+def test_documents_are_blocks():
+    model, ids = tiny("gated_deltanet"), torch.randint(0, 64, (14,))
+    both = look(model, ids, documents=(6, 8))[1, 0]
+    for first, last in ((0, 6), (6, 14)):
+        alone = look(model, ids[first:last])[1, 0]
+        for name in ("weights", "left", "faded"):
+            whole, part = (np.asarray(getattr(one, name)) for one in (both, alone))
+            np.testing.assert_allclose(whole[first:last, first:last], part, atol=1e-6)
+            assert not whole[6:, :6].any()
+    assert (both.faded.values >= both.left.values - 1e-6).all()
+
+
+def test_half_lives_are_those_of_constant_decays():
+    """RetNet's heads decay by 1 − 2^−5, 1 − 2^−6, …; attention forgets nothing."""
+    lens = look(tiny("retnet", num_layers=1), torch.randint(0, 64, (800,)))
+    with torch.no_grad():
+        g = lens.model.blocks[0].mixer.decay(torch.zeros(1, 1, 2))[0, 0]
+    expected = [np.log(0.5) / float(x) for x in g]
+    assert [one.half_life for one in lens.heads] == pytest.approx(expected, rel=1e-6)
+    assert {one.half_life for one in look(tiny("llama"), torch.arange(20)).heads} == {float("inf")}
+    assert half_life([0, 1, 3], [1, 0.8, 0.2]) == pytest.approx(1 + 2 * np.log(0.5 / 0.8) / np.log(0.2 / 0.8))
+
+
+def stored(page):
+    """The data of a page, and the arrays of its first head."""
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
+    blob = zlib.decompress(b64decode(data["blob"]))
+    arrays = {
+        name: np.frombuffer(blob, f"<{kind}" if kind[1] != "1" else kind, size, at)
+        for name, (kind, at, size) in data["details"][0]["arrays"].items()
+    }
+    return data, arrays
+
+
+def test_a_page_has_the_numbers():
+    model, ids = tiny("gated_deltanet").float(), torch.randint(0, 64, (24,))
+    lens = halflife.look(model, ids)
+    page = lens.html()
+    data, arrays = stored(page)
+    head = lens.heads[data["details"][0]["head"]]
+    detail = next(lens.details([head]))
+    assert head == lens.ranked()[0]
+    np.testing.assert_allclose(
+        arrays["left"].reshape(24, 24) / 255, detail.left.values.clip(0, 1), atol=0.5 / 255 + 1e-6
+    )
+    shares = np.zeros((24, 24))
+    values = arrays["read_value"].reshape(24, -1) / 127 * arrays["read_scale"][:, None]
+    np.put_along_axis(shares, arrays["read_index"].reshape(24, -1).astype(int), values, 1)
+    np.testing.assert_allclose(shares, detail.shares() * np.sign(detail.weights.values), atol=0.5 / 127 + 1e-6)
+    assert "http" not in page.replace("http-equiv", "")
+    assert "srcdoc" in lens._repr_html_()
+    assert "share of the write that is left: cursor 24 × token 24" in detail.left._repr_html_()
+
+
+def test_pairs_are_found_and_marked():
+    inputs = torch.tensor([5, 40, 6, 41, 1, 2, 6, 3, 5, 3])
+    labels = torch.full((10,), -100)
+    labels[6], labels[8] = 41, 40
+    logits = torch.zeros(10, 64)
+    logits[6, 41] = 9
+    logits[8, 41] = 9
+    known, forgotten = find_pairs(inputs, labels, logits)
+    assert (known.written, known.asked, known.value, known.known) == (3, 6, "41", True)
+    assert known.probability == pytest.approx(float(logits[6].softmax(0)[41]), abs=1e-4)
+    assert (forgotten.written, forgotten.asked, forgotten.known) == (1, 8, False)
+
+
+def test_the_command(tmp_path, capsys):
+    checkpoint.save(tiny("mamba2+gate_rank", vocab_size=256).float(), tmp_path / "model")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name}: the state <decays>.\n")
+    arguments = [str(tmp_path / "model"), "--text", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--device", "cpu"]
+    main(["look", *arguments, "--heads", "1.0", "--exact", str(tmp_path / "exact.npz")])
+    page = (tmp_path / "model" / "look.html").read_text()
+    data, _ = stored(page)
+    assert "".join(data["tokens"]) == "a: the state <decays>.\nb: the state <decays>.\n"
+    assert data["documents"] == [0, 23]
+    assert len(page) < LARGEST_PAGE
+    assert "gate rank" in capsys.readouterr().out
+    with np.load(tmp_path / "exact.npz", allow_pickle=False) as exact:
+        assert exact["1.0.weights"].shape == (46, 46)
+        assert not exact["1.0.left"][23:, :23].any()
+    with pytest.raises(SystemExit):
+        main(["look", *arguments, "--exact", str(tmp_path / "exact.npz")])
+    assert "--heads names" in capsys.readouterr().err
