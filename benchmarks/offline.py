@@ -31,6 +31,7 @@ import offline_fla  # noqa: E402
 import offline_kernels  # noqa: E402
 import offline_models  # noqa: E402
 import offline_page  # noqa: E402
+import offline_passes  # noqa: E402
 import offline_tokens  # noqa: E402
 from offline_kernels import TARGETS, Launch  # noqa: E402
 from offline_limits import COUNTED, Row, least, missed_bytes, misses, more, worse  # noqa: E402
@@ -237,7 +238,7 @@ def compile_all(data: dict[str, Any]) -> None:
         case: [x for shape in call.shapes for part in launches_of(call, *shape) for x in part]
         for case, call in CASES.items()
     }
-    for case, found in (calls | offline_tokens.launches()).items():
+    for case, found in (calls | offline_tokens.launches() | offline_passes.launches()).items():
         for launch in found:
             name = name_of(launch, case)
             if name not in data["kernels"]:

@@ -179,7 +179,7 @@ def test_listed_on_a_gpu(gpu):
     assert ops.available_backends("linear_attention", "cuda") == ["triton", "fla", "chunked", "reference"]
     assert ops.available_backends("dplr", "cuda:1") == ["fla", "chunked", "reference"]
     assert ops.available_backends("gate_rank", CUDA) == ["triton", "chunked", "mask", "reference"]
-    assert ops.available_backends("causal_conv1d", CUDA) == ["chunked", "reference"]
+    assert ops.available_backends("causal_conv1d", CUDA) == ["triton", "chunked", "reference"]
 
 
 @pytest.mark.parametrize("name", ["linear_attention", "delta_rule", "gate_rank"])
@@ -208,7 +208,7 @@ def test_info_says_why_not(monkeypatch):
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
     ours = {"linear_attention", "delta_rule", "gate_rank", "ridge_attention", "koopman_attention"}
-    ours |= {"log_decay", "ordered_spectrum"}
+    ours |= {"log_decay", "ordered_spectrum", "causal_conv1d"}
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}
     assert set(found["fla"][1]) == {*ON_A_STATE, *others}

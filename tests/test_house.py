@@ -41,7 +41,7 @@ def part_of(path):
 
 NAMES = {name_of(path): path for path in MODULES}
 # The files of kernels are imported when one of their kernels is needed.
-KERNELS = [p for p in MODULES if p.parent.name == "triton" and p.name != "__init__.py"]
+KERNELS = [p for p in MODULES if "triton" in p.parent.relative_to(ROOT).parts and p.name != "__init__.py"]
 LIGHT = {"__init__", *(name for floor in FLOORS[:7] for name in floor)} - {"hf", "training"}
 CORE = [p for p in MODULES if part_of(p) in LIGHT and p not in KERNELS]
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.arguments import is_transformed
-from halflife.ops.backends import native
+from halflife.ops.arguments import dense, is_transformed
+from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import Call
 from halflife.ops.spec import define
@@ -71,6 +71,25 @@ def _native(call: Call) -> tuple[Tensor, Tensor]:
 
 
 implements("causal_conv1d", "native", _native, why_not=native.why_not_matrices(1), steps=True)
+
+MOST_TAPS = 8  # of the Triton kernel, which has them all at hand
+
+
+def _triton(call: Call) -> tuple[Tensor, Tensor]:
+    """One launch with the bias and the activation (convolution.py in `backends/triton/passes`)."""
+    x, weight, bias = call.tensors.values()
+    state = None if call.state is None else call.state[0].contiguous()
+    given = (weight.contiguous(), bias if bias is None else bias.contiguous(), state, call.packing.cu_seqlens)
+    return triton.custom_op("conv")(dense(x), *given, call.options["activation"] == "silu")
+
+
+def _why_not_triton(op: str, device: torch.device, call: Call | None = None) -> str | None:
+    if call is not None and call.sizes["W"] > MOST_TAPS:
+        return f"the Triton kernel takes at most {MOST_TAPS} taps; got {call.sizes['W']}"
+    return triton.why_not_pass(op, device, call)
+
+
+implements("causal_conv1d", "triton", _triton, why_not=_why_not_triton, steps=True)
 
 
 def _first(call: Call) -> Tensor:

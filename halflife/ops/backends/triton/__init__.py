@@ -1,4 +1,4 @@
-"""Our Triton kernels of linear attention, the delta rule, GateRank and Koopman attention, and for single tokens.
+"""Our Triton kernels of linear attention, the delta rule, GateRank, Koopman attention, single tokens and passes.
 
 The other modules of this package import triton. `run` loads them, and `import halflife` needs torch alone.
 """
@@ -46,6 +46,17 @@ def why_not_step(op: str, device: torch.device, call: Call | None = None) -> str
     return _absent(device)
 
 
+def why_not_pass(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    """As `why_not`, of the kernels that are passes over memory, whose arguments are tensors or a call."""
+    if tensors is not None:
+        given = (*tensors.tensors.values(), *(tensors.state or ())) if isinstance(tensors, Call) else tensors
+        if (odd := not_plain(*given)) is not None:
+            return odd
+        if any(x is not None and x.is_floating_point() and x.dtype not in DTYPES for x in given):
+            return f"the Triton kernels of {op} take {_names(DTYPES)}"
+    return _absent(device)
+
+
 def _absent(device: torch.device) -> str | None:
     """The reason why no Triton kernel runs on `device`, or None."""
     if not interpreted() and device.type != "cuda":
@@ -80,8 +91,14 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    for name in ("op", "step", "laws", "post", "koopman"):
+    for name in ("op", "step", "laws", "post", "koopman", "passes.convolution"):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
+
+
+def custom_op(name: str) -> Any:
+    """The custom op `halflife::triton_<name>`, loaded."""
+    load()
+    return getattr(torch.ops.halflife, f"triton_{name}")
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:

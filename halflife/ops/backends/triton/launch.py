@@ -33,3 +33,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 def is_traced(x: Any) -> bool:
     """Whether `x` is a tensor with which a compiler traces host code."""
     return isinstance(x, FakeTensor | FunctionalTensor)
+
+
+def only_first_derivatives() -> None:
+    """Raise an error in a backward pass that autograd is to differentiate, because it cannot see into the kernels."""
+    if torch.is_grad_enabled():  # only under create_graph=True
+        raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
 
 SHAPES = {"softplus": 0, "logsigmoid": 1, "sigmoid": 2, "relu": 3}
@@ -212,8 +212,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _grad(ctx: Any, dg: Tensor, dstep: Tensor) -> tuple[Any, ...]:
-    if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernel
-        raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
+    only_first_derivatives()
     tensors = ctx.saved_tensors
     of_step = dstep.contiguous() if ctx.with_step else None
     df, sums = _gradients(dg.contiguous(), of_step, *tensors, *ctx.settings)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid, softplus
 from halflife.ops.backends.triton.op import declare
 
@@ -84,8 +84,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _grad(ctx: Any, dp: Tensor, dtaper: Tensor) -> tuple[Any, ...]:
-    if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernel
-        raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
+    only_first_derivatives()
     return *_gradients(*ctx.saved_tensors, dp.contiguous(), dtaper.contiguous(), ctx.log_length), None
 
 

@@ -1,0 +1,248 @@
+"""The short convolution with its bias and SiLU, its states and their gradients (`halflife.ops.conv`).
+
+A program has some tokens and channels. Behind the programs of tokens stand those of the states, one for each sequence:
+a state is W − 1 inputs, so they run the same functions at the positions before a sequence or at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halflife.ops.backends.triton.launch import launch, only_first_derivatives
+from halflife.ops.backends.triton.laws import sigmoid
+from halflife.ops.backends.triton.op import declare
+
+ROWS, COLUMNS = 16, 64  # tokens and channels of a tile
+PROGRAMS = 128  # programs a block of channels with tokens, at most, in the backward pass
+
+
+@triton.jit
+@no_type_check
+def _sequence(t, b, cu_seqlens, N, T, steps):
+    """Return the sequences of tokens `t` of rows `b`, their first tokens, and the tokens after their last ones."""
+    if cu_seqlens is None:
+        n, start, stop = b, t * 0, t * 0 + T
+    else:
+        n = t * 0
+        high = n + N
+        for _ in range(steps):  # the last sequence that begins at t or before
+            middle = (n + high) // 2
+            begun = tl.load(cu_seqlens + middle) <= t
+            n = tl.where(begun, middle, n)
+            high = tl.where(begun, high, middle)
+        start, stop = tl.load(cu_seqlens + n).to(tl.int32), tl.load(cu_seqlens + n + 1).to(tl.int32)
+    return n, start, stop
+
+
+@triton.jit
+@no_type_check
+def _input(x, state, t, start, n, b, cols, inside, D, x_b, x_t, W: tl.constexpr):
+    """Inputs at positions `t` of sequences that begin at `start`, before which stands the state: `[R, C]`."""
+    given = (t >= start)[:, None]
+    place = (b.to(tl.int64) * x_b + t.to(tl.int64) * x_t)[:, None] + cols[None, :]
+    value = tl.load(x + place, mask=inside & given, other=0.0).to(tl.float32)
+    if state is not None:
+        place = (n.to(tl.int64)[:, None] * D + cols[None, :]) * (W - 1) + (t - start + W - 1)[:, None]
+        value += tl.load(state + place, mask=inside & (given == 0), other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+@no_type_check
+def _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, D, x_b, x_t, W: tl.constexpr):
+    """Outputs before the activation, `[R, C]`."""
+    y = tl.zeros([t.shape[0], cols.shape[0]], tl.float32)
+    if bias is not None:
+        y += tl.load(bias + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
+    for i in tl.static_range(W):
+        tap = tl.load(weight + cols * W + i, mask=in_cols, other=0.0).to(tl.float32)
+        y += tap[None, :] * _input(x, state, t - (W - 1) + i, start, n, b, cols, inside, D, x_b, x_t, W)
+    return y
+
+
+@triton.jit
+@no_type_check
+def _forward_kernel(
+    x, weight, bias, state, cu_seqlens, y, final, rows_all, T, D, N, steps, blocks, x_b, x_t,
+    W: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    groups = tl.cdiv(D, BC)
+    block = tl.program_id(0) // groups
+    cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
+    in_cols = cols < D
+    if block < blocks:
+        rows = block * BR + tl.arange(0, BR)
+        b, t = rows // T, rows % T
+        inside = (rows < rows_all)[:, None] & in_cols[None, :]
+        n, start, stop = _sequence(t, b, cu_seqlens, N, T, steps)
+        out = _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, D, x_b, x_t, W)
+        if SILU:
+            out *= sigmoid(out)
+        place = rows.to(tl.int64)[:, None] * D + cols[None, :]
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+    else:
+        slots = tl.arange(0, BR)
+        n, b, start, stop = _of_state(block - blocks, slots, cu_seqlens, T)
+        inside = (slots < W - 1)[:, None] & in_cols[None, :]
+        last = _input(x, state, stop - (W - 1) + slots, start, n, b, cols, inside, D, x_b, x_t, W)
+        place = (n.to(tl.int64)[:, None] * D + cols[None, :]) * (W - 1) + slots[:, None]
+        tl.store(final + place, last.to(final.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _of_state(number, slots, cu_seqlens, T):
+    """As `_sequence`, for the slots of the state of one sequence; its row of x comes second."""
+    n = slots * 0 + number
+    if cu_seqlens is None:
+        b, start, stop = n, slots * 0, slots * 0 + T
+    else:
+        b = slots * 0
+        start, stop = tl.load(cu_seqlens + n).to(tl.int32), tl.load(cu_seqlens + n + 1).to(tl.int32)
+    return n, b, start, stop
+
+
+@triton.jit
+@no_type_check
+def _of_sum(
+    x, weight, bias, state, dy, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
+    W: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the sum of taps at positions `t`, 0 outside of the sequence, `[R, C]`."""
+    inside = inside & ((t >= start) & (t < stop))[:, None]
+    place = (b.to(tl.int64) * T + t)[:, None] * D + cols[None, :]
+    d = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        y = _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, D, x_b, x_t, W)
+        s = sigmoid(y)
+        d *= s * (1 + y * (1 - s))
+    return tl.where(inside, d, 0.0)
+
+
+@triton.jit
+@no_type_check
+def _of_input(
+    x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
+    W: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the inputs at positions `t`, which may be those of the state before `start`, `[R, C]`."""
+    grad = tl.zeros([t.shape[0], cols.shape[0]], tl.float32)
+    for j in range(W):
+        tap = tl.load(weight + cols * W + (W - 1 - j), mask=in_cols, other=0.0).to(tl.float32)
+        grad += tap[None, :] * _of_sum(
+            x, weight, bias, state, dy, t + j, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU
+        )
+    if dfinal is not None:
+        slot = t - stop + W - 1
+        place = (n.to(tl.int64)[:, None] * D + cols[None, :]) * (W - 1) + slot[:, None]
+        grad += tl.load(dfinal + place, mask=inside & (slot >= 0)[:, None], other=0.0).to(tl.float32)
+    return grad
+
+
+@triton.jit
+@no_type_check
+def _backward_kernel(
+    x, weight, bias, state, cu_seqlens, dy, dfinal, dx, dstate, sums, rows_all, T, D, N, steps, blocks, tiles, x_b, x_t,
+    W: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    groups = tl.cdiv(D, BC)
+    block = tl.program_id(0) // groups
+    cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
+    in_cols = cols < D
+    if block < blocks:
+        taps = tl.arange(0, BW)
+        total = tl.zeros([BW, BC], tl.float32)  # of the taps, and of the bias after them
+        for i in range(tiles):
+            rows = (block * tiles + i) * BR + tl.arange(0, BR)
+            b, t = rows // T, rows % T
+            inside = (rows < rows_all)[:, None] & in_cols[None, :]
+            n, start, stop = _sequence(t, b, cu_seqlens, N, T, steps)
+            grad = _of_input(
+                x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU
+            )
+            tl.store(dx + rows.to(tl.int64)[:, None] * D + cols[None, :], grad.to(dx.dtype.element_ty), mask=inside)
+            d = _of_sum(
+                x, weight, bias, state, dy, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU
+            )
+            for j in tl.static_range(W):
+                before = _input(x, state, t - (W - 1) + j, start, n, b, cols, inside, D, x_b, x_t, W)
+                total += tl.where((taps == j)[:, None], tl.sum(d * before, 0)[None, :], 0.0)
+            total += tl.where((taps == W)[:, None], tl.sum(d, 0)[None, :], 0.0)
+        entry = tl.where((taps < W)[:, None], cols[None, :] * W + taps[:, None], D * W + cols[None, :])
+        there = (taps <= W)[:, None] & in_cols[None, :]
+        tl.store(sums + block.to(tl.int64) * D * (W + 1) + entry, total, mask=there)
+    else:
+        slots = tl.arange(0, BR)
+        n, b, start, stop = _of_state(block - blocks, slots, cu_seqlens, T)
+        inside = (slots < W - 1)[:, None] & in_cols[None, :]
+        grad = _of_input(
+            x, weight, bias, state, dy, dfinal, start - (W - 1) + slots, start, stop, n, b, cols, in_cols, inside, T, D,
+            x_b, x_t, W, SILU,
+        )  # fmt: skip
+        goal = (n.to(tl.int64)[:, None] * D + cols[None, :]) * (W - 1) + slots[:, None]
+        tl.store(dstate + goal, grad.to(dstate.dtype.element_ty), mask=inside)
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, activated: bool
+) -> tuple[Tensor, Tensor]:
+    """The outputs `[B, T, D]` and the final states `[N, D, W − 1]`; x has stride 1 in D, the others are contiguous."""
+    batch, length, channels = x.shape
+    width, sequences = weight.shape[1], batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y, final = x.new_empty(x.shape), x.new_empty(sequences, channels, width - 1)
+    blocks = triton.cdiv(batch * length, ROWS)
+    programs = (blocks + (sequences if width > 1 else 0)) * triton.cdiv(channels, COLUMNS)
+    if programs:
+        launch(_forward_kernel, (programs,))(
+            x, weight, bias, state, cu_seqlens, y, final, batch * length, length, channels, sequences,
+            sequences.bit_length(), blocks, x.stride(0), x.stride(1), W=width, SILU=activated, BR=ROWS, BC=COLUMNS,
+        )  # fmt: skip
+    return y, final
+
+
+def _convolve_backward(
+    dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
+    cu_seqlens: Tensor | None, activated: bool, of_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, of the taps `[D, W]` and the bias behind each other, and of the state if asked for."""
+    batch, length, channels = x.shape
+    width, sequences = weight.shape[1], batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tiles = max(1, triton.cdiv(triton.cdiv(batch * length, ROWS), PROGRAMS))
+    blocks = triton.cdiv(batch * length, ROWS * tiles)
+    dx, sums = x.new_empty(x.shape), x.new_empty(blocks, channels * (width + 1), dtype=torch.float32)
+    dstate = x.new_empty(0) if state is None or not of_state else state.new_empty(state.shape)
+    programs = (blocks + (sequences if of_state and width > 1 else 0)) * triton.cdiv(channels, COLUMNS)
+    if programs:
+        launch(_backward_kernel, (programs,))(
+            x, weight, bias, state, cu_seqlens, dy, dfinal, dx, dstate, sums, batch * length, length, channels,
+            sequences, sequences.bit_length(), blocks, tiles, x.stride(0), x.stride(1),
+            W=width, BW=triton.next_power_of_2(width + 1), SILU=activated, BR=ROWS, BC=COLUMNS,
+        )  # fmt: skip
+    return dx, sums.sum(0), dstate
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.activated = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)  # a training step does not use the final state
+
+
+def _grad(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+    only_first_derivatives()
+    x, weight, bias, state, bounds = ctx.saved_tensors
+    dy = x.new_zeros(x.shape) if dy is None else dy.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    of_state = state is not None and ctx.needs_input_grad[3]
+    dx, sums, dstate = _gradients(dy, dfinal, x, weight, bias, state, bounds, ctx.activated, of_state)
+    taps, shift = sums.split([weight.numel(), len(weight)])
+    dweight, dbias = taps.view(weight.shape).to(weight.dtype), None if bias is None else shift.to(bias.dtype)
+    return dx, dweight, dbias, dstate if of_state else None, None, None
+
+
+_gradients = declare("triton_conv_backward", _convolve_backward)
+declare("triton_conv", _convolve).register_autograd(_grad, setup_context=_save)

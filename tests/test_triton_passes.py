@@ -1,0 +1,116 @@
+"""The Triton kernels of passes over memory equal the float64 definitions, with all gradients."""
+
+import sys
+
+import pytest
+import torch
+from helpers import assert_close, generator
+from pairwise import crossed
+
+from halflife.ops import causal_conv1d
+from halflife.ops.backends import dispatch
+
+if sys.platform != "linux":
+    pytest.skip("triton has Linux wheels only", allow_module_level=True)
+
+from halflife.ops.backends import triton
+from halflife.ops.backends.triton.passes import convolution
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
+WORST = {torch.float32: 6.1e-7, torch.bfloat16: 7.3e-3, torch.float16: 4e-4}
+
+
+def check(run, tensors, dtype, wide=()):
+    """Compare `run(backend, **tensors)` with the definition in float64: outputs, and gradients of a random sum.
+
+    The tensors named in `wide` are float32, all others have the dtype.
+    """
+    tensors = {name: x.bfloat16() for name, x in tensors.items()}  # numbers that every dtype has
+    narrow = {name: x.to(torch.float32 if name in wide else dtype) for name, x in tensors.items()}
+    got, want = _all(run, "triton", narrow), _all(run, "reference", {name: x.double() for name, x in tensors.items()})
+    assert_close(got, want, 4 * WORST[dtype])
+
+
+def _all(run, backend, tensors):
+    leaves = {name: x.detach().to(DEVICE).requires_grad_() for name, x in tensors.items()}
+    outputs = [x for x in run(backend, **leaves) if x is not None]
+    draw = generator("loss")
+    weights = [torch.randn(x.shape, generator=draw).bfloat16().to(DEVICE) for x in outputs]
+    loss = sum((x * w.to(x.dtype)).sum() for x, w in zip(outputs, weights, strict=True))
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    found = {str(i): x for i, x in enumerate(outputs)} | dict(zip([f"d{name}" for name in leaves], grads, strict=True))
+    return {name: x.detach().double().cpu() for name, x in found.items()}
+
+
+def strided(x):
+    """The same entries with other strides, as parts of a projection have them."""
+    return torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]]
+
+
+# ------------------------------------------------------------------------------------------------- convolution
+
+
+def check_conv(shape, width, dtype, *, activation="silu", bias=True, state=True, final=True, bounds=None):
+    draw = generator(shape, width)
+    sequences = shape[0] if bounds is None else len(bounds) - 1
+    tensors = {"x": shape, "weight": (shape[2], width), "bias": shape[2:], "state": (sequences, shape[2], width - 1)}
+    kept = {"x", "weight"} | ({"bias"} if bias else set()) | ({"state"} if state else set())
+    tensors = {name: torch.randn(size, generator=draw) for name, size in tensors.items() if name in kept}
+
+    def run(backend, x, weight, bias=None, state=None):
+        return causal_conv1d(
+            strided(x), weight, bias, activation=activation, initial_state=state, output_final_state=final,
+            cu_seqlens=None if bounds is None else torch.tensor(bounds, device=DEVICE), backend=backend,
+        )  # fmt: skip
+
+    check(run, tensors, dtype, wide=("weight", "bias"))
+
+
+@crossed(
+    strength=1, width=[4, 1, 2, 5], dtype=DTYPES, activation=["silu", None], bias=[True, False], state=[True, False],
+    final=[True, False], bounds=[None, [0, 1, 1, 3, 20, 37]],
+)  # fmt: skip
+def test_convolution(width, dtype, activation, bias, state, final, bounds):
+    """Sequences shorter than a window, an empty one, and tiles that are not full."""
+    shape = (2 if bounds is None else 1, 37, 5)
+    check_conv(shape, width, dtype, activation=activation, bias=bias, state=state, final=final, bounds=bounds)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 0]])
+@pytest.mark.parametrize("length", [0, 1, pytest.param(130, marks=pytest.mark.slow)])
+def test_lengths_of_a_convolution(length, bounds, monkeypatch):
+    """The last one has programs of several tiles, and several blocks of channels."""
+    monkeypatch.setattr(convolution, "PROGRAMS", 3)
+    channels = 70 if length > 1 else 3
+    check_conv((1, length, channels), 4, torch.float32, bounds=bounds and [0, length // 3, length])
+
+
+def test_many_taps_run_in_torch():
+    x, weight = torch.randn(1, 3, 2), torch.randn(2, 9)
+    with pytest.raises(dispatch.CannotRun, match="at most 8 taps; got 9"):
+        causal_conv1d(x, weight, backend="triton")
+
+
+# ------------------------------------------------------------------------------------------------- custom ops
+
+X, WEIGHT = torch.randn(2, 3, 4), torch.randn(4, 3)
+GIVEN = {
+    "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_as_custom_ops(name):
+    """What torch.compile and autograd rely on: schemas, shapes of fake tensors, and registered gradients."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    given = [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in GIVEN[name]]
+    torch.library.opcheck(triton.custom_op(name), given, test_utils=checks)
+
+
+def test_second_derivatives_are_refused():
+    x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    y, _ = causal_conv1d(x, weight, backend="triton")
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
