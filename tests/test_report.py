@@ -32,6 +32,7 @@ from halflife.report.style import model_styles
 from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables
 from halflife.report.tables.lengths import length_table, write_lengths
+from halflife.report.ticks import log_places, whole_places
 from halflife.runs import folder as results
 from halflife.runs import records
 
@@ -523,6 +524,38 @@ def test_a_test_of_lags_has_them_on_its_axis_in_its_table_and_in_its_finding(tmp
     assert re.search(r" 128 +256 +512 +95 +223 +479 *\n", capsys.readouterr().out)
     early = comparison.accuracy(results.read(make_run(tmp_path / "persist"))).caption
     assert 'In the test "persist" it is constant, and most questions come early. ' in early
+
+
+@pytest.mark.parametrize(
+    ("values", "places"),
+    [((8.7, 9.3), "8.8 9 9.2"), ((1.05, 1.4), "1.1 1.2 1.3 1.4"), ((99.2, 100.7), "99.5 100 100.5"), ((3, 3), "3"),
+     ((0.0123, 0.0124), "0.0123 0.01235 0.0124"), ((5, 60), "5 10 20 50"),
+     ((1e-8, 1e2), "10⁻⁸ 10⁻⁶ 0.0001 0.01 1 100")],
+)  # fmt: skip
+def test_narrow_logarithmic_axes_have_numbers_in_both_renderers(values, places):
+    panel = Panel(
+        "", Axis("x", whole=True), Axis("y", log=True), [Series("a", "", model_styles("a")["a"], (0, 1), values)]
+    )
+    assert list(panel.ticks("y").values()) == places.split()
+    figure, layout = draw(FigureData("", "", [panel])), plot(FigureData("", "", [panel])).panels[0]["layout"]
+    for name in "xy":
+        axis = getattr(figure.axes[0], f"{name}axis")
+        drawn = [label.get_text() for label in axis.get_ticklabels()]
+        assert drawn == list(panel.ticks(name).values()) or not panel.ticks(name)
+        assert layout[f"{name}axis"].get("ticktext", []) == list(panel.ticks(name).values())
+    assert layout["xaxis"]["tickvals"] == [0, 1]  # of two layers, and no half ones
+
+
+@pytest.mark.parametrize(
+    ("ends", "places"), [((0, 3), [0, 1, 2, 3]), ((20, 1400), [500, 1000]), ((0.4, 16.6), [5, 10, 15])]
+)
+def test_ticks_at_whole_numbers(ends, places):
+    assert whole_places(*ends) == places
+
+
+def test_every_logarithmic_range_has_ticks():
+    for low, factor in itertools.product((1e-3, 0.97, 7.3, 4096), (1.001, 1.01, 1.1, 1.5, 2, 4, 9, 30, 200, 1e5)):
+        assert 3 <= len(log_places(low, low * factor)) <= 8, (low, factor)
 
 
 def test_only_the_selected_learning_rate_counts(tmp_path):

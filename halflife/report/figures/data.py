@@ -6,19 +6,23 @@ makes an interactive plot of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from halflife.report.numbers import axis_number, evenly, short_count
 from halflife.report.style import ModelStyle, model_styles
+from halflife.report.ticks import log_places, whole_places
 from halflife.runs.records import mean
 
 MAX_TICKS = 8
 MAX_LAYERS = 6  # of one model
 SLOWEST, FASTEST = 1e8, 1e-2  # tokens; time-scales outside are drawn at these limits
+MARGIN = 0.05  # of a logarithmic axis beyond its values, as a share of their span
 NO_DATA = "no data yet"
 UNFINISHED = "There are no results yet because the run has not finished."
 SEEDS = "Thick lines are means over seeds, and thin lines are single seeds. "
@@ -98,6 +102,29 @@ class Panel:
     equal: bool = False  # whether a unit has the same length on both axes
     named: bool = False  # whether the names of the series stand at the right ends of their lines
     wide: bool = False  # whether it fills a row of the figure
+
+    def ticks(self, name: Literal["x", "y"]) -> dict[float, str]:
+        """The ticks of an axis with their labels; empty for a linear axis, on which every renderer has enough.
+
+        Ticks that the axis names come first. Others stand within its limits, or within its values and a margin.
+        """
+        axis: Axis = getattr(self, name)
+        values = [x for x in self._values(name) if math.isfinite(x) and (x > 0 or not axis.log)]
+        if axis.ticks or not (axis.log or axis.whole) or not values:
+            return dict(axis.ticks)
+        margin = (max(values) / min(values)) ** MARGIN if axis.log else 1.0
+        ends = (0 if axis.from_zero else min(values) / margin, max(values) * margin)
+        low, high = (end if own is None else own for own, end in zip(axis.limits, ends, strict=True))
+        return {place: axis.write(place) for place in (log_places if axis.log else whole_places)(low, high)}
+
+    def _values(self, name: Literal["x", "y"]) -> Iterator[float]:
+        for series in self.series:
+            yield from getattr(series, name)
+            if series.bars and name == "y":
+                yield from chain(*series.bars)
+        for band in self.bands:
+            yield from band.x if name == "x" else chain(band.low, band.high)
+        yield from (place for one in self.references if (place := getattr(one, name)) is not None)
 
 
 @dataclass(frozen=True)
@@ -231,10 +258,3 @@ def length_ticks(lengths: Sequence[float]) -> dict[float, str]:
 def octave_ticks(last: int) -> dict[float, str]:
     """Ticks at powers of two from 1 to `last`, at most `MAX_TICKS`."""
     return length_ticks([2**i for i in range(int(last).bit_length())])
-
-
-def log_tick_digits(values: Values) -> tuple[int, ...]:
-    """The leading digits of the ticks on a logarithmic axis: the shorter the span of the values, the more."""
-    positive = [value for value in values if value > 0] or [1]
-    span = max(positive) / min(positive)
-    return tuple(range(1, 10)) if span < 5 else (1, 2, 5) if span < 50 else (1,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from halflife.files import atomic_path
 from halflife.report.figures.cells import draw_heat_map, draw_image
-from halflife.report.figures.data import Axis, Colours, FigureData, HeatMap, Image, Panel, Series, log_tick_digits
+from halflife.report.figures.data import Axis, Colours, FigureData, HeatMap, Image, Panel, Series
 from halflife.report.figures.labels import label_point, name_lines, separate_labels
 from halflife.report.numbers import axis_number
 from halflife.report.style import PAGE_WIDTH, REFERENCE_LINE, ModelStyle, escape_formula, legend, note, styled
@@ -164,8 +164,8 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
         axes.plot(x, series.y, **look, markevery=_marker_places(series, i / len(panel.series)))
         for point in zip(series.x, series.y, strict=True) if series.label else ():
             label_point(axes, escape_formula(series.label), point)
-    _set_axis(axes, "x", panel.x, [float(x) for one in panel.series for x in one.x])
-    _set_axis(axes, "y", panel.y, [float(y) for one in panel.series for end in (one.y, *(one.bars or ())) for y in end])
+    _set_axis(axes, "x", panel.x, panel.ticks("x"))
+    _set_axis(axes, "y", panel.y, panel.ticks("y"))
     if panel.equal:
         axes.set_aspect("equal")
     if panel.named:
@@ -192,21 +192,15 @@ def _draw_reference(axes: Axes, label: str, x: float | None, y: float | None) ->
         axes.annotate(label, (1, y), (0, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom", **place)
 
 
-def _set_axis(axes: Axes, name: str, data: Axis, values: Sequence[float]) -> None:
+def _set_axis(axes: Axes, name: str, data: Axis, places: Mapping[float, str]) -> None:
     """Scale, limits and ticks of the x-axis or y-axis."""
     axis = getattr(axes, f"{name}axis")
     if data.log:
         axes.set(**{f"{name}scale": "log"})
         axis.set_minor_locator(NullLocator())
-        low, high = data.limits
-        axis.set_major_locator(LogLocator(subs=log_tick_digits((low, high) if low and high else values)))
-    elif data.whole:
-        axis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-    if data.log or data.whole:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: data.write(value)))
-    if data.ticks:
-        labels = list(map(escape_formula, data.ticks.values()))
-        axis.set_ticks(list(data.ticks), labels=labels, fontsize=7 if data.names else None)
+    if places:
+        labels = list(map(escape_formula, places.values()))
+        axis.set_ticks(list(places), labels=labels, fontsize=7 if data.names else None)
     if data.fraction and not data.log:
         axes.set(**{f"{name}lim": (-0.03, 1.03)})
         axis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))

@@ -6,11 +6,11 @@ Everything that is not in a model's colour is in `INK`, which the page replaces 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any, NamedTuple
 
-from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Reference, Series, log_tick_digits
+from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Reference, Series
 from halflife.report.numbers import rounded
 from halflife.report.style import INK
 
@@ -24,7 +24,6 @@ SYMBOLS = {
     "h": ("hexagon", "M0-4.5L3.9-2.2V2.2L0 4.5L-3.9 2.2V-2.2Z"), "": ("circle", ""),
 }  # fmt: skip
 WIDTHS = {"thick": 2.2, "thin": 1, "level": 1.4, "line": 1.8, "hollow": 1.2}
-LOG_TICKS = {1: 1, 3: "D2", 9: "D1"}  # number of leading digits with a tick → plotly's `dtick`
 
 
 class LegendEntry(NamedTuple):
@@ -58,8 +57,8 @@ def plot(data: FigureData) -> Plot:
 
 def _curves(panel: Panel) -> dict[str, Any]:
     layout = {
-        "xaxis": _axis(panel.x, [value for series in panel.series for value in series.x]),
-        "yaxis": _axis(panel.y, [value for series in panel.series for value in series.y]),
+        "xaxis": _axis(panel.x, panel.ticks("x")),
+        "yaxis": _axis(panel.y, panel.ticks("y")),
         "shapes": [_reference(reference) for reference in panel.references],
     }
     hover = f"{_phrase(panel.x, 'x')}: {_phrase(panel.y, 'y')}"
@@ -102,13 +101,13 @@ def _heat_map(panel: HeatMap) -> dict[str, Any]:
     return {"title": panel.title.replace("\n", ", "), "data": [trace], "layout": layout}
 
 
-def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
+def _axis(axis: Axis, places: Mapping[float, str]) -> dict[str, Any]:
     layout: dict[str, Any] = {"title": {"text": axis.label}}
     if axis.log:
-        layout |= {"type": "log", "dtick": LOG_TICKS[len(log_tick_digits(values))], "tickformat": ",~g"}
-    if axis.ticks:
-        labels = [label.replace("\n", "<br>") for label in axis.ticks.values()]
-        layout |= {"tickmode": "array", "tickvals": list(axis.ticks), "ticktext": labels}
+        layout |= {"type": "log"}
+    if places:
+        labels = [label.replace("\n", "<br>") for label in places.values()]
+        layout |= {"tickmode": "array", "tickvals": list(places), "ticktext": labels}
     if axis.fraction and not axis.log:
         layout |= {"tickformat": ".0%", "range": [-0.03, 1.03]}
     if axis.from_zero:
