@@ -230,6 +230,27 @@ def test_the_response_is_what_the_recurrence_leaves(name, request, comparison, t
         torch.testing.assert_close(torch.tensor(trace["y"]).double(), expected, rtol=0, atol=2.8e-4)
 
 
+def test_thicker_lines_are_slower_at_t(browser, comparison, tmp_path):
+    """The time-scales of two channels cross; the thicker line changes with the position."""
+    html = (comparison / "report.html").read_text()
+    start = html.index(">", html.index('id="data"')) + 1
+    data = json.loads(html[start : (end := html.index("</script>", start))])
+    own = data["spectra"]["models"][0]
+    own["positions"] = [1, 16, 256]
+    own["layers"][0] |= {"total": 2, "channels": [1, 2], "trained": [[9, 3], [9, 5], [9, 40]], "initial": None}
+    (tmp_path / "report.html").write_text(html[:start] + json.dumps(data) + html[end:])
+    page = opened(browser, tmp_path).page
+    page.locator("#model").select_option("0")
+    slowest = []
+    for place in range(3):
+        page.locator("#position").evaluate("(e, v) => { e.value = v; e.dispatchEvent(new Event('input')) }", place)
+        page.locator("#response").scroll_into_view_if_needed()
+        until(page, "document.querySelector('#response').data?.length === 2")
+        lines = page.evaluate("document.querySelector('#response').data.map((d) => [d.line.width, d.name])")
+        slowest.append(max(lines)[1])
+    assert slowest == ["channel 1", "channel 1", "channel 2"]
+
+
 def test_many_channels_are_thinned_out(text, trained):
     page = text.page
     assert page.locator("#note").inner_text() == "The plot shows 64 evenly chosen key channels of 160 in each layer."

@@ -8,7 +8,7 @@
   const SHOWN = 12; // lines of the response
   const LAGS = 60;
   const SLOW = [0, 114, 178], FAST = [230, 159, 0]; // blue and orange differ for colour-blind readers too
-  let entry, own, sums;
+  let entry, own, known, sums; // sums are those of the channels that were shown
 
   const at = (rows) => rows && rows[Math.min(Number(position.value), rows.length - 1)];
   const evenly = (items, count) =>
@@ -44,9 +44,8 @@
 
   function chooseLayer() {
     own = entry.layers[Number(layer.value)];
-    const known = own.channels.map((_, i) => i).filter((i) => own.trained.every((row) => row[i] !== null));
-    const ordered = known.sort((a, b) => own.trained[0][b] - own.trained[0][a]);
-    sums = evenly(ordered, SHOWN).map((i) => [i, summed(own.trained, entry.positions, i)]);
+    known = own.channels.map((_, i) => i).filter((i) => own.trained.every((row) => row[i] !== null));
+    sums = new Map();
     move();
   }
 
@@ -80,8 +79,12 @@
   function response(t) {
     const spaced = Array.from({ length: LAGS }, (_, i) => Math.round(t ** (i / (LAGS - 1))));
     const lags = [...new Set(spaced.flatMap((s) => [s, t + 1 - s]))].sort((a, b) => a - b); // dense at both ends
-    const data = sums.map(([i, sum], place) => {
-      const share = place / Math.max(sums.length - 1, 1);
+    const slowness = at(own.trained);
+    const slowestFirst = evenly(known.sort((a, b) => slowness[b] - slowness[a]), SHOWN);
+    const data = slowestFirst.map((i, place) => {
+      if (!sums.has(i)) sums.set(i, summed(own.trained, entry.positions, i));
+      const sum = sums.get(i);
+      const share = place / Math.max(slowestFirst.length - 1, 1);
       const mixed = SLOW.map((from, c) => Math.round(from + share * (FAST[c] - from)));
       return {
         type: "scatter", mode: t > 2 ? "lines" : "lines+markers", name: `channel ${own.channels[i]}`, x: lags,
