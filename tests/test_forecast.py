@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from halflife.analysis.forecast.text import FORGOTTEN_SHARE, forecast_influence,
 from halflife.cli import main
 from halflife.models import checkpoint
 from halflife.report.figures.forecast import forecast_figures
+from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.style import model_styles
 from halflife.report.tables import forecast as tables
 
 MQAR = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 3}
@@ -277,7 +280,10 @@ def test_command(run, capsys):
     assert row["lags"][-1] == 64 == row["forecast_lags"][-1]
     assert row["forecast_lags"][0] == 16
     assert "| mamba2 | 3 | mqar | 16 | 3 | 91 % |" in (run / "forecast" / "forecast.md").read_text()
-    assert "recall in T: the report's accuracy in distribution" in " ".join(printed.split())
+    assert re.search(r"^mamba2, seed 3, .*its 3 pairs \(mqar\)", printed, re.M)
+    assert "recall in T" not in printed
+    main(["forecast", str(run), "--longest", "4", "--examples", "4", "--quiet", "--details"])
+    assert "recall in T: the report's accuracy in distribution" in " ".join(capsys.readouterr().out.split())
     (figure,) = forecast_figures(result)
     assert figure.name == "forecast"
     drawn = run / "forecast" / "forecast.png"
@@ -287,6 +293,40 @@ def test_command(run, capsys):
     main(["figures", str(run / "forecast"), "--formats", "png"])
     assert drawn.read_bytes() == before
     assert capsys.readouterr().out.split() == [str(drawn)]
+
+
+def test_lags_beyond_the_longest_have_a_mark_of_their_own_and_not_learned_is_said():
+    """A triangle to the right for a half-lag beyond the longest, one upwards for a forecast; no lag without recall."""
+    own = {"task": "mqar", "train_length": 16, "num_pairs": 4, "lags": [0, 16, 64], "forecast_lags": [16, 64],
+           "forecast": [1.0, 0.0], "fade_lag": 20.0, "fill_lag": 30.0, "seed": None}  # fmt: skip
+    rows = [
+        {**own, "model": name, "measured": values, "half_lag": lag, "forecast_half_lag": ahead, "energy_lag": 40.0}
+        for name, values, lag, ahead in (
+            ("far", [1.0, 1.0, 0.9], math.inf, 50.0), ("near", [1.0, 0.6, 0.2], 22.0, math.inf),
+            ("none", [0.26, 0.25, 0.24], 0.0, 31.0),
+        )
+    ]  # fmt: skip
+    result = {"models": rows, "texts": [], "refused": {}, "names": ["llama", "none", "far", "near"]}
+    (figure,) = forecast_figures(result)
+    dots = {one.name: one for one in figure.panels[0].series if one.name != "exact"}
+    assert {name: one.style.marker for name, one in dots.items()} == {
+        "far, T 16, energy": ">", "far, T 16, aged state": ">", "near, T 16, energy": "o", "near, T 16, aged state": "^"
+    }  # fmt: skip
+    assert (dots["near, T 16, aged state"].x, dots["near, T 16, aged state"].y) == ([22.0], [64])
+    assert dots["far, T 16, energy"].style.color == model_styles(result["names"])["far"].color
+    assert "beyond the longest lag" in figure.keys
+    assert tables.sentences(result) == [
+        "far recalls half of its 4 pairs (mqar) or more up to 64 tokens later, the longest lag. "
+        "Forecast: about 50 tokens.",
+        "near forgets half of its 4 pairs (mqar) after about 22 tokens. Forecast: more than 64 tokens.",
+        "none has not learned to recall: 26 % of its 4 pairs (mqar), asked at once, where naming any value gives 25 %.",
+    ]
+    (table,) = tables.forecast_tables(result)
+    lost = [*table.rows[2]]
+    assert (lost[1], lost[7:]) == ("–", ["–"] * 7)
+    (empty,) = forecast_figures({**result, "models": rows[2:]})
+    assert not empty.panels[0].series
+    assert draw(empty)
 
 
 def test_command_on_a_text(run, tmp_path, capsys):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from helpers import assert_raises
 
+from halflife.models.load import checkpoints
 from halflife.report.figures import comparison
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison import length as length_by_model
@@ -28,7 +29,7 @@ from halflife.report.page import render
 from halflife.report.page.comparison import _table, findings
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import run_figures, save_figures, write_report
-from halflife.report.style import model_styles
+from halflife.report.style import model_styles, run_styles
 from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables
 from halflife.report.tables.lengths import length_table, write_lengths
@@ -556,6 +557,24 @@ def test_ticks_at_whole_numbers(ends, places):
 def test_every_logarithmic_range_has_ticks():
     for low, factor in itertools.product((1e-3, 0.97, 7.3, 4096), (1.001, 1.01, 1.1, 1.5, 2, 4, 9, 30, 200, 1e5)):
         assert 3 <= len(log_places(low, low * factor)) <= 8, (low, factor)
+
+
+def test_a_model_has_one_colour_in_all_pictures_of_a_folder(tmp_path):
+    """Colours follow the models of a comparison, also where models are left out, and are shared by its seeds."""
+    order = ("rwkv7", "llama", "mamba2", "gla")
+    folder = make_run(tmp_path / "run", models=order)
+    for name in ("gla", "mamba2", "rwkv7"):
+        for seed in (0, 1):
+            path = folder / name / f"lr0.01-seed{seed}"
+            write_json(path / "config.json", {"format": 1, "model": {"name": name}})
+            (path / "model.safetensors").touch()
+    labels = list(checkpoints([folder]))
+    assert labels == [f"{name} lr0.01-seed{seed}" for name in ("rwkv7", "mamba2", "gla") for seed in (0, 1)]
+    report = {model: style.color for model, style in model_styles(order).items()}
+    runs = run_styles({label: label.partition(" ")[0] for label in labels}, order)
+    assert all(style.color == report[label.partition(" ")[0]] for label, style in runs.items())
+    assert len(set(runs.values())) == 6  # seeds differ in marker and line
+    assert runs["gla lr0.01-seed0"] == model_styles(order)["gla"]
 
 
 def test_only_the_selected_learning_rate_counts(tmp_path):

@@ -12,12 +12,12 @@ from tyro.conf import Positional
 class Forecast:
     """Forecast how far trained models remember, from a reading as short as their training, and measure it.
 
-    For every run on MQAR or NIAH, the table shows the half-lag: the number of tokens after which fewer than half of the
-    stored pairs are recalled. It is measured, and forecast in two ways (docs/results/forecast.md): from the state, aged
-    at the rate at which it fades in the first T tokens, and as the lag at which a pair's energy falls below the state's
-    noise.
+    For every run on MQAR or NIAH, a sentence gives the half-lag: the number of tokens after which fewer than half of
+    the stored pairs are recalled. It is measured, and forecast from the state, aged at the rate at which it fades in
+    the first T tokens. With --details a table has a second forecast too (docs/results/forecast.md): the lag at which a
+    pair's energy falls below the state's noise.
 
-    Models of text read a text in the place of pairs (--text). The table shows after how many tokens they forget its
+    Models of text read a text in the place of pairs (--text). The sentence says after how many tokens they forget its
     beginning: the lag at which what it left in the state changes the predictions a hundredth as much as at first. The
     forecast reads --text-window tokens after the beginning. Writes forecast.json, forecast.md and figures.
 
@@ -58,6 +58,8 @@ class Forecast:
     """Folder for the results. Default: forecast/ in the first folder, or forecast-<owner>--<name>/ for the hub."""
     device: str | None = None
     """Device of the models. Default: the GPU if there is one, else the CPU."""
+    details: bool = False
+    """Print the tables as well, which forecast.md has in any case."""
     quiet: bool = False
     """Do not draw a progress bar."""
 
@@ -85,5 +87,5 @@ class Forecast:
         files = write_forecasts(result, output)
         for figure in forecast_figures(result):
             files += save(figure, output)
-        print_forecasts(result)
+        print_forecasts(result, self.details)
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -54,7 +54,8 @@ def convertible(model_type: str) -> bool:
 def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = convertible) -> dict[str, Path]:
     """Return the checkpoints in and below the folders, as a mapping from label to folder.
 
-    They are sorted within each folder, and none is listed twice. Checkpoints that are not readable are skipped.
+    They are sorted within each folder, a comparison's in the order of its models, and none is listed twice. Checkpoints
+    that are not readable are skipped.
     A label is the model's name. If two names agree, every label also has its folder's name; if these agree too, the
     labels are the folders' paths.
 
@@ -89,10 +90,17 @@ def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = conve
 
 def _folders(root: Path) -> Iterator[Path]:
     """Yield the folders with weights in and below `root`, and `root` itself if its config.json is a model's."""
+    compared = _config(root).get("models")
+    order = [str(name).replace("/", "-") for name in compared] if isinstance(compared, list) else []
+
+    def place(path: Path) -> tuple[int, Path]:
+        model = path.relative_to(root).parts[0]
+        return (order.index(model) if model in order else len(order)), path
+
     if {"format", "model_type"} & _config(root).keys():
         yield root
     for pattern in (WEIGHTS, INDEX):
-        yield from (path.parent for path in sorted(root.rglob(pattern)))
+        yield from (path.parent for path in sorted(root.rglob(pattern), key=place))
 
 
 def _config(folder: Path) -> dict[str, Any]:

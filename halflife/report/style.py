@@ -7,7 +7,8 @@ the report page replaces these two colours in its dark theme.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.style
@@ -59,6 +60,28 @@ def model_styles(models: Sequence[str]) -> dict[str, ModelStyle]:
         model: ModelStyle(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], LINES[i % len(LINES)])
         for i, model in enumerate(models)
     }
+
+
+def run_styles(runs: Mapping[str, str], models: Iterable[str] = ()) -> dict[str, ModelStyle]:
+    """The style of each run in `runs`, label → model: the colour of its model, so that pictures of a folder agree.
+
+    The colours are those of `model_styles` for `models`, followed by other models in their order. The first run of a
+    model has all of its style, and further ones have other markers and lines.
+    """
+    order = list(dict.fromkeys([*models, *runs.values()]))
+    styles = model_styles(order)
+    earlier, found = Counter[str](), {}
+    for label, model in runs.items():
+        place = order.index(model) + len(order) * earlier[model]
+        marker, line = MARKERS[place % len(MARKERS)], LINES[place % len(LINES)]
+        found[label] = ModelStyle(styles[model].color, marker, line)
+        earlier[model] += 1
+    return found
+
+
+def label_styles(labels: Iterable[str]) -> dict[str, ModelStyle]:
+    """`run_styles` of the labels of `models.load.checkpoints`, which begin with the model's name."""
+    return run_styles({label: label.partition(" ")[0] for label in labels})
 
 
 def legend(figure: Figure, handles: Sequence[Line2D]) -> None:

@@ -95,6 +95,7 @@ class ModelForecasts(Record):
     models: list[ModelForecast]  # one for each model and recall task
     texts: list[TextForecast]  # one for each model of text
     refused: dict[str, str]  # label → the reason why there is no forecast for a model
+    names: list[str]  # of all models in the folders, in the order of their colours
 
 
 def measure_forecasts(
@@ -162,7 +163,15 @@ def measure_forecasts(
             refused[label] = str(error)
     if not models and not texts:
         raise ValueError("nothing to forecast: " + "; ".join(f"{label}: {why}" for label, why in refused.items()))
-    return ModelForecasts(examples=examples, seed=seed, window=window, models=models, texts=texts, refused=refused)
+    return ModelForecasts(
+        examples=examples,
+        seed=seed,
+        window=window,
+        models=models,
+        texts=texts,
+        refused=refused,
+        names=[label.partition(" ")[0] for label in folder_of],
+    )
 
 
 def _loaded(folder: Path, run: Mapping[str, Any], has_text: bool, device: torch.device | str) -> Rememberer:

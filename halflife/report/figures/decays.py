@@ -15,7 +15,7 @@ from halflife.files import read_json
 from halflife.report.figures.comparison import length, training
 from halflife.report.figures.data import FASTEST, SLOWEST, Axis, FigureData, Key, Panel, Reference, Series
 from halflife.report.figures.spectrum import LAYER, MISSING
-from halflife.report.style import REFERENCE, model_styles
+from halflife.report.style import REFERENCE, label_styles, model_styles
 from halflife.runs.folder import DECAY_REGRESSION_JSON, read_grid
 from halflife.runs.records import Comparison, mean
 
@@ -29,6 +29,7 @@ def decays(result: dict[str, Any]) -> FigureData:
     `result` is that of `analysis.survey.measure_models`. Models without a decay are left out.
     """
     models = {model["model"]: model["layers"] for model in result["models"] if model["layers"]}
+    styles = label_styles(model["model"] for model in result["models"])
     bars = len(models) <= MAX_WITH_BARS
     tokens = Axis("tokens", log=True, phrase="{} tokens")
     panels = []
@@ -36,20 +37,20 @@ def decays(result: dict[str, Any]) -> FigureData:
         ("Median decay λ", Axis("λ", limits=(-0.03, 1.03)), float), ("Half-life at the median", tokens, _half_life)
     ):  # fmt: skip
         series = []
-        for i, (name, style) in enumerate(model_styles(list(models)).items()):
+        for i, name in enumerate(models):
             shift = MODEL_SHIFT * (i - (len(models) - 1) / 2) if bars else 0.0
             low, middle, high = (
                 [math.nan if layer[key] is None else transform(layer[key]) for layer in models[name]]
                 for key in ("q25", "median", "q75")
             )
             x = [layer["layer"] for layer in models[name]]
-            series.append(Series(name, name, style, x, middle, bars=(low, high) if bars else None, shift=shift))
+            series.append(Series(name, name, styles[name], x, middle, bars=(low, high) if bars else None, shift=shift))
         panels.append(Panel(title, LAYER, y, series))
     length = [Reference("", y=result["length"])]
     panels[1] = replace(panels[1], references=length)
     horizons = [
-        Series(name, name, style, [layer["layer"] for layer in models[name]], [_finite(one) for one in models[name]])
-        for name, style in model_styles(list(models)).items()
+        Series(name, name, styles[name], [layer["layer"] for layer in layers], [_finite(layer) for layer in layers])
+        for name, layers in models.items()
     ]
     panels.append(Panel("Horizon", LAYER, tokens, horizons, length))
     return FigureData(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halflife.analysis.masks import Gates, cut_values
 from halflife.report.figures.data import Axis, Colours, FigureData, Image, Key, Panel, Series, Weight
-from halflife.report.style import COLOURS, FORMULA, INK, PAGE_WIDTH, ModelStyle, model_styles
+from halflife.report.style import COLOURS, FORMULA, INK, PAGE_WIDTH, ModelStyle, label_styles
 
 NAMES = ("Γ", "Λ", "Γ ⊙ Λ")
 FAINTEST_SHARE = 1e-3  # smaller entries have its colour; the colours begin at the smallest entry if that is larger
@@ -114,8 +114,9 @@ def _singular_values(heads: Sequence[Head]) -> list[Series]:
     lines: dict[str, tuple[Tensor, ModelStyle, Weight]] = {
         "one decay (Mamba-2), σ₂": (alone[:, 1], ModelStyle(INK, "", "-"), "bar")
     }
-    for one, style in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
-        values = cut_values(one.masks()[2])
+    styles = label_styles(one.label for one in heads)
+    for one in heads:
+        style, values = styles[one.label], cut_values(one.masks()[2])
         for k, line in ((1, "-"), (2, FORMULA.linestyle)):
             lines[f"{one.label}, σ{'₁₂₃'[k]}"] = (values[:, k], ModelStyle(style.color, "", line), "line")
     return [

@@ -25,7 +25,7 @@ from halflife.report.figures.data import (
     Weight,
     layer_rows,
 )
-from halflife.report.style import COLOURS, DOTS, REFERENCE, ModelStyle, model_styles
+from halflife.report.style import COLOURS, DOTS, REFERENCE, ModelStyle, label_styles
 
 Data = dict[str, Any]
 
@@ -113,6 +113,7 @@ def modes(data: Data) -> FigureData:
     length as T. Models without a decay are left out.
     """
     models = {model["model"]: model for model in data["models"] if model["layers"]}
+    styles = label_styles(model["model"] for model in data["models"])
     fraction = Axis("fraction of channels", fraction=True)
     panels = []
     for key, title, y in (
@@ -120,8 +121,8 @@ def modes(data: Data) -> FigureData:
         ("too_fast", "Too fast", fraction),
     ):  # fmt: skip
         series: list[Series] = []
-        for name, style in model_styles(list(models)).items():
-            layers = models[name]["layers"]
+        for name, model in models.items():
+            layers, style = model["layers"], styles[name]
             looks: dict[str, Weight] = {str(_train_length(models[name]) or 1): "thick", "text": "hollow"}
             for place, weight in looks.items():
                 if all(place in layer["spectra"] for layer in layers):
@@ -170,8 +171,9 @@ def distributions(data: Data) -> FigureData:
     """
     models = {model["model"]: model for model in data["models"] if model["layers"]}
     left, right = [], []
-    for name, style in model_styles(list(models)).items():
-        layers = [_log_timescales(layer) for layer in models[name]["layers"]]
+    styles = label_styles(model["model"] for model in data["models"])
+    for name, model in models.items():
+        layers, style = [_log_timescales(layer) for layer in model["layers"]], styles[name]
         x, y = density(np.concatenate(layers))
         left.append(Series(name, "", style, 10**x, y, "line"))
         middle = layers[len(layers) // 2]

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from halflife.analysis.forecast.recall import HALF_RECALLED
 from halflife.files import FORECAST_JSON, read_json, write_json, write_text
 from halflife.report.table import Table, show
 
@@ -34,6 +35,11 @@ influence: how much the beginning's part of the state changes the prediction of 
 beginning and T tokens later. forgotten: the lag at which the influence is a hundredth of that at lag 0."""
 
 
+def has_not_learned(row: Mapping[str, Any]) -> bool:
+    """Whether a model recalls fewer than half of the pairs where no other token follows them."""
+    return not is_text(row) and row["measured"][0] < HALF_RECALLED
+
+
 def is_text(row: Mapping[str, Any]) -> bool:
     """Whether a row is about a text, and not about pairs."""
     return "forgotten_lag" in row
@@ -52,8 +58,8 @@ def log2_ratio(row: Mapping[str, Any], key: str) -> float | None:
     lag stands for it, and the error is at least the result.
     """
     lag = measured_lag(row)
-    unknown = lag <= row["window"] if is_text(row) else row["measured"][0] < 0.5
-    if unknown or (math.isinf(lag) and math.isinf(row[key])):
+    unknown = is_text(row) and lag <= row["window"]
+    if unknown or has_not_learned(row) or (math.isinf(lag) and math.isinf(row[key])):
         return None
     longest = float(row["lags"][-1])
     measured, forecast = (min(value, longest) for value in (lag, row[key]))
@@ -97,17 +103,55 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     nearest = _at_train_length(row)
     recalled = ", ".join(f"{100 * row['measured'][i]:.0f}" for i in (0, nearest))
     cells = [
-        row["model"], str(row["seed"]), row["task"], f"{row['train_length']:,}", str(row["num_pairs"]),
+        row["model"], _seed(row), row["task"], f"{row['train_length']:,}", str(row["num_pairs"]),
         "–" if (reported := row.get("reported")) is None else f"{100 * reported:.0f} %", f"{recalled} %",
         _lag(row, "half_lag"),
     ]  # fmt: skip
     return [*cells, *_forecast_cells(row)]
 
 
+def _seed(row: Mapping[str, Any]) -> str:
+    return "–" if row["seed"] is None else str(row["seed"])
+
+
+def sentences(result: Mapping[str, Any]) -> list[str]:
+    """What was measured and forecast of each model, in words."""
+    pairs, texts = result["models"], result.get("texts", [])
+    return [*(f"{_name(row)} {_of_pairs(row)}" for row in pairs), *(f"{_name(row)} {_of_text(row)}" for row in texts)]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return row["model"] if row["seed"] is None else f"{row['model']}, seed {row['seed']},"
+
+
+def _of_pairs(row: Mapping[str, Any]) -> str:
+    pairs = f"its {row['num_pairs']} pairs ({row['task']})"
+    if has_not_learned(row):
+        found, guess = (f"{100 * value:.0f} %" for value in (row["measured"][0], 1 / row["num_pairs"]))
+        return f"has not learned to recall: {found} of {pairs}, asked at once, where naming any value gives {guess}."
+    forecast = f"Forecast: {_about(row, 'forecast_half_lag')}."
+    if math.isinf(row["half_lag"]):
+        return f"recalls half of {pairs} or more up to {row['lags'][-1]:,} tokens later, the longest lag. {forecast}"
+    return f"forgets half of {pairs} after {_about(row, 'half_lag')}. {forecast}"
+
+
+def _of_text(row: Mapping[str, Any]) -> str:
+    forecast = f"Forecast: {_about(row, 'forecast_forgotten_lag')}."
+    if math.isinf(row["forgotten_lag"]):
+        return f"remembers the beginning of a text {row['lags'][-1]:,} tokens later, the longest lag. {forecast}"
+    return f"forgets the beginning of a text after {_about(row, 'forgotten_lag')}. {forecast}"
+
+
+def _about(row: Mapping[str, Any], key: str) -> str:
+    """A lag in two digits."""
+    lag = row[key]
+    return f"more than {row['lags'][-1]:,} tokens" if math.isinf(lag) else f"about {float(f'{lag:.2g}'):,.0f} tokens"
+
+
 def _text_cells(row: Mapping[str, Any]) -> list[str]:
     influences = ", ".join(f"{row['measured'][i]:.2g}" for i in (0, _at_train_length(row)))
     cells = [
-        row["model"], str(row["seed"]), f"{row['train_length']:,}", str(row["beginning"]), str(row["window"]),
+        row["model"], _seed(row), f"{row['train_length']:,}", str(row["beginning"]), str(row["window"]),
         influences, _lag(row, "forgotten_lag"),
     ]  # fmt: skip
     return [*cells, *_forecast_cells(row)]
@@ -128,12 +172,16 @@ def _forecast_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _lag(row: Mapping[str, Any], key: str) -> str:
+    if has_not_learned(row):
+        return "–"
     return f"> {row['lags'][-1]:,}" if math.isinf(row[key]) else f"{row[key]:,.0f}"
 
 
-def print_forecasts(result: Mapping[str, Any]) -> None:
-    """Print the tables, and the models for which there is no forecast."""
-    show(*forecast_tables(result))
+def print_forecasts(result: Mapping[str, Any], details: bool) -> None:
+    """Print a sentence for each model, with `details` the tables too, and the models that have no forecast."""
+    print("\n".join(sentences(result)))
+    if details:
+        show(*forecast_tables(result))
     for label, why in result["refused"].items():
         print(f"left out: {label}: {why}")
 
@@ -142,7 +190,8 @@ def write_forecasts(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `forecast.json` (null for a lag beyond the longest one) and `forecast.md`; return both files."""
     files = [folder / FORECAST_JSON, folder / "forecast.md"]
     write_json(files[0], result)
-    parts = [f"{each.markdown()}\n\n{each.note}\n" for each in forecast_tables(result)]
+    words = "".join(f"* {each}\n" for each in sentences(result))
+    parts = [words, *(f"{each.markdown()}\n\n{each.note}\n" for each in forecast_tables(result))]
     write_text(files[1], "\n".join(parts))
     return files
 
