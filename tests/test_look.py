@@ -13,7 +13,7 @@ from helpers import assert_raises, call_of, cases, generator
 
 import halflife
 from halflife.analysis.look import look
-from halflife.analysis.look.lens import half_life
+from halflife.analysis.look.lens import half_lives
 from halflife.analysis.look.observe import READ, Place, observe
 from halflife.analysis.look.readings import OpReading
 from halflife.cli import main
@@ -265,13 +265,15 @@ def test_half_lives_are_those_of_constant_decays():
     expected = [np.log(0.5) / float(x) for x in g]
     assert [one.half_life for one in lens.heads] == pytest.approx(expected, rel=1e-6)
     assert {one.half_life for one in look(tiny("llama"), torch.arange(20)).heads} == {float("inf")}
-    assert half_life([0, 1, 3], [1, 0.8, 0.2]) == pytest.approx(1 + 2 * np.log(0.5 / 0.8) / np.log(0.2 / 0.8))
+    left, age = torch.tensor([[[1.0], [0.8], [0.2], [0.1]]]).double(), torch.tensor([[0], [1], [3], [4]])
+    assert half_lives(left, age).item() == pytest.approx(1 + 2 * np.log(0.5 / 0.8) / np.log(0.2 / 0.8))
+    assert half_lives(left[:, :2], age[:2]).item() == float("inf")
 
 
 def stored(page):
     """The data of a page, and the arrays of its first head."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
-    blob = zlib.decompress(b64decode(data["blob"]))
+    blob = zlib.decompress(b64decode(data["details"][0]["blob"]))
     arrays = {
         name: np.frombuffer(blob, f"<{kind}" if kind[1] != "1" else kind, size, at)
         for name, (kind, at, size) in data["details"][0]["arrays"].items()

@@ -39,13 +39,15 @@ class Look(Lens):
     pairs: tuple[Pair, ...] = ()
     numbers: bool = field(default=False, repr=False)  # whether tokens are shown as their ids
 
-    def html(self, chosen: Sequence[Head] = ()) -> str:
-        """The page, with the numbers of the `chosen` heads in any case."""
-        return look_page(self, self.tokens, title=self.title, ids=self.numbers, chosen=chosen, pairs=self.pairs)
+    def html(self, chosen: Sequence[Head] = (), progress: Progress = ignore) -> str:
+        """The page, with the numbers of the `chosen` heads in any case; `progress` is called with 1 for each head."""
+        return look_page(
+            self, self.tokens, title=self.title, ids=self.numbers, chosen=chosen, pairs=self.pairs, progress=progress
+        )
 
-    def save(self, path: str | Path, chosen: Sequence[Head] = ()) -> Path:
-        """Write the page and return its path."""
-        write_text(Path(path), self.html(chosen))
+    def save(self, path: str | Path, chosen: Sequence[Head] = (), progress: Progress = ignore) -> Path:
+        """Write the page of `html`, and return its path."""
+        write_text(Path(path), self.html(chosen, progress))
         return Path(path)
 
     def _repr_html_(self) -> str:
@@ -69,7 +71,7 @@ def look(
             others. None is a single document.
         title: the title of the page.
         pairs: the pairs of a recall task, which the page marks.
-        progress: is called with the number of tokens of each document that is read.
+        progress: is called with 1 for each layer of each document that is read.
 
     Returns:
         The lens. `lens[layer, head]` has all numbers of a head, and `lens.save("look.html")` writes the page.
@@ -114,8 +116,10 @@ def read_text(
     return ids, [len(one) for one in documents], reads
 
 
-def read_task(model: LanguageModel, folder: Path) -> tuple[Tensor, list[Pair], str]:
+def read_task(model: LanguageModel, folder: Path, tokens: int | None = None) -> tuple[Tensor, list[Pair], str]:
     """A sequence of the task that a run was validated on, its pairs with the model's answers, and the task's name.
+
+    `tokens` is the length of the sequence; None means that of the validation.
 
     Raises:
         FileNotFoundError: the folder does not name a task.
@@ -123,7 +127,8 @@ def read_task(model: LanguageModel, folder: Path) -> tuple[Tensor, list[Pair], s
     run = read_json_object(folder / RUN_JSON, optional=True)
     if not (tasks := run.get("validation")) or "name" not in tasks[0]:
         raise FileNotFoundError(f"{folder} does not say what its model was trained on; give --text FILE")
-    batch = build(**tasks[0]).generate(1, stream_seed("test", 0))
+    length = {"length": tokens} if tokens is not None and "length" in tasks[0] else {}
+    batch = build(**{**tasks[0], **length}).generate(1, stream_seed("test", 0))
     with torch.no_grad(), evaluating(model):
         logits, _ = model(batch.inputs.to(model.embedding.weight.device))
     return batch.inputs[0], find_pairs(batch.inputs[0], batch.labels[0], logits[0].float().cpu()), tasks[0]["name"]

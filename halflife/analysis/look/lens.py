@@ -135,7 +135,7 @@ def look(
         model: a language model of halflife.
         ids: the tokens, `[T]` or `[1, T]`.
         documents: the number of tokens of each document in the text. None is a single one.
-        progress: is called with the number of tokens of each document that is read.
+        progress: is called with 1 for each layer of each document that is read.
 
     Raises:
         ValueError: there is no token, the documents do not add up, or no layer can be shown.
@@ -150,11 +150,11 @@ def look(
     def measure(place: Place, reading: Reading) -> None:
         kinds[place] = reading.kind
         found.setdefault(place, []).append(fading(reading))
+        progress(1)
 
     refused: dict[Place, str] = {}
     for part in ids.split(lengths):
         refused |= observe(model, part, measure)
-        progress(len(part))
     if not found:
         raise ValueError(f"no layer can be shown: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")
     heads = []
@@ -179,23 +179,27 @@ def fading(reading: Reading) -> tuple[Tensor, Tensor]:
     columns = torch.from_numpy(grid(max(1, tokens // 2), FOLLOWED))
     cursors = torch.from_numpy(grid(tokens, MOST_CURSORS))
     left = reading.left(columns, cursors).double().cpu()
-    age = cursors.unsqueeze(-1) - columns
-    lives = torch.full((left.shape[0], len(columns)), math.inf)
-    for c in range(len(columns)):
-        later = (age[:, c] > 0).nonzero().flatten()
-        ages = [0.0, *age[later, c].tolist()]
-        for h in range(left.shape[0]):
-            lives[h, c] = half_life(ages, [1.0, *left[h, later, c].tolist()])
-    return lives, left[:, -1]
+    return half_lives(left, cursors.unsqueeze(-1) - columns), left[:, -1]
 
 
-def half_life(ages: Sequence[float], left: Sequence[float]) -> float:
-    """The age at which half is left, from what is left at ascending ages."""
-    last = next((i for i, share in enumerate(left) if share < 0.5), None)
-    if last is None:
-        return math.inf
-    before, after = math.log(left[last - 1]), math.log(max(left[last], 1e-30))
-    return ages[last - 1] + (ages[last] - ages[last - 1]) * (math.log(0.5) - before) / (after - before)
+def half_lives(left: Tensor, age: Tensor) -> Tensor:
+    """The age at which half of each write is left, `[H, n]`, or infinity.
+
+    Args:
+        left: what is left of n writes at ascending cursors, `[H, C, n]`. All of a write is left at age 0.
+        age: the age of each write at each cursor, `[C, n]`.
+    """
+    after = (age > 0) & (left < 0.5)
+    first = after.byte().argmax(1, keepdim=True)
+    before = (first - 1).clamp(min=0)
+    ages = age.double().expand_as(left)
+    known = ages.gather(1, before) > 0
+    start = torch.where(known, ages.gather(1, before), 0.0)
+    high = torch.where(known, left.gather(1, before), 1.0).log()
+    low = left.gather(1, first).clamp(min=1e-30).log()
+    share = (high + math.log(2)) / (high - low)
+    lives = start + (ages.gather(1, first) - start) * share
+    return torch.where(after.any(1, keepdim=True), lives, math.inf).squeeze(1)
 
 
 def _detail(head: Head, readings: Sequence[Reading], cursors: np.ndarray) -> HeadLens:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+TOKENS = 512  # of a text
+
 
 @dataclass(frozen=True)
 class Look:
@@ -30,8 +32,8 @@ class Look:
     owner/name or owner/name@revision."""
     text: tuple[Path, ...] = ()
     """Files to read, each as a document. A file that ends in .gz is unpacked."""
-    tokens: int = 512
-    """Most tokens that are read."""
+    tokens: int | None = None
+    """Most tokens of the text, by default 512, or the length of the task's sequence, by default that of the run."""
     model: str | None = None
     """The model of a run with several, by its label. Default: the first one."""
     heads: tuple[str, ...] = ()
@@ -55,7 +57,7 @@ class Look:
         from halflife.report.tables.look import look_table
         from halflife.training.start import local_folder
 
-        if self.tokens < 2:
+        if self.tokens is not None and self.tokens < 2:
             raise ValueError(f"a lens needs 2 tokens or more; got --tokens {self.tokens}")
         if self.exact is not None and not self.heads:
             raise ValueError("--exact writes the numbers of the heads that --heads names, as --heads 0.3 2.1")
@@ -67,12 +69,12 @@ class Look:
         folder = found[label]
         model = load_any(folder, default_device(self.device))
         if self.text:
-            ids, documents, tokenizer = read_text(model, folder, self.text, self.tokenizer, self.tokens)
+            ids, documents, tokenizer = read_text(model, folder, self.text, self.tokenizer, self.tokens or TOKENS)
             lens = look(
                 model, ids, documents=documents, tokenizer=tokenizer, title=f"{label} reads {self.text[0].name}"
             )
         else:
-            ids, pairs, task = read_task(model, folder)
+            ids, pairs, task = read_task(model, folder, self.tokens)
             lens = look(model, ids, pairs=pairs, title=f"{label} reads a sequence of {task}")
         chosen = [lens.find(*_numbers(name)) for name in self.heads]
         name = "look.html" if root == Path(self.folder) else f"look-{self.folder.replace('/', '--')}.html"

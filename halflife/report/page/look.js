@@ -1,16 +1,20 @@
 "use strict";
-(async () => {
+(() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const packed = Uint8Array.from(atob(data.blob), c => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const bytes = await new Response(stream).arrayBuffer();
+  const details = data.details;
   const kinds = { u1: Uint8Array, i1: Int8Array, u2: Uint16Array, f4: Float32Array };
-  const arrays = part => Object.fromEntries(Object.entries(part).map(
-    ([name, [kind, at, size]]) => [name, new kinds[kind](bytes, at, size)]));
-  const details = data.details.map(part => ({ ...part, ...arrays(part.arrays) }));
+  // Unpack the numbers of a head when it is shown for the first time.
+  async function unpack(d) {
+    if (!d.blob) return;
+    const packed = Uint8Array.from(atob(d.blob), c => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const bytes = await new Response(stream).arrayBuffer();
+    for (const [name, [kind, at, size]] of Object.entries(d.arrays)) d[name] = new kinds[kind](bytes, at, size);
+    d.blob = "";
+  }
   const T = data.tokens.length, at = id => document.getElementById(id);
   const text = at("text"), range = at("cursor"), choice = at("head"), status = at("status");
-  let cursor = Math.min(T - 1, data.cursor), view = "left", shown = 0;
+  let cursor = data.cursor, view = data.view, shown = 0;
 
   const make = (name, attributes = {}, content = "") => {
     const element = document.createElement(name);
@@ -161,7 +165,8 @@
     }
     at("pairs").append(list);
   }
-  function choose(index) {
+  async function choose(index) {
+    await unpack(details[index]);
     shown = index;
     choice.value = index;
     for (const button of document.querySelectorAll("#strip button")) button.setAttribute("aria-pressed", String(Number(button.dataset.index) === index));
@@ -175,7 +180,7 @@
 
   details.forEach((d, i) => {
     const head = data.heads[d.head];
-    choice.append(make("option", { value: i }, `${d.label ? `${d.label}: ` : ""}${head.name} (${head.kind}, ${life(head.half)} tokens)`));
+    choice.append(make("option", { value: i }, `${d.label ? `${d.label}: ` : ""}${head.name} (${life(head.half)} tokens)`));
   });
   choice.addEventListener("change", () => choose(Number(choice.value)));
   range.addEventListener("input", () => move(Number(range.value)));
@@ -189,6 +194,7 @@
     event.preventDefault();
     move(cursor + steps[event.key]);
   });
+  document.querySelector(`[name=view][value=${view}]`).checked = true;
   strip();
   pairTable();
   choose(0);

@@ -18,13 +18,15 @@ import numpy as np
 
 from halflife.analysis.look import HeadLens, Lens
 from halflife.analysis.look.lens import Head
+from halflife.analysis.readable import Progress, ignore
 
 HERE = Path(__file__).parent
 LARGEST_PAGE = 3_000_000  # bytes
-BUDGET = 1_900_000  # bytes of compressed numbers, which base64 makes a third longer
+BUDGET = 2_800_000  # bytes of the numbers of heads; the rest of a page are its text, style and script
 LISTED = (64, 32, 16, 8)  # tokens that a token reads most, of which as many are on the page as fit
 STORED = 1 << 18  # shares of what is left on the page, for each head
-FROM_LEFT, FROM_LISTS = 0.2, 0.9  # what zlib leaves of both, at most as measured
+FROM_LEFT, FROM_LISTS = 0.1, 0.8  # what zlib leaves of both, as measured
+ROUNDED = np.uint32(0xFFFFF000)  # the bits of a float32 that are kept, 3 decimal digits
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Pair:
 
 def look_page(
     lens: Lens, tokens: Sequence[str], *, title: str, ids: bool = False, chosen: Sequence[Head] = (),
-    pairs: Sequence[Pair] = (),
+    pairs: Sequence[Pair] = (), progress: Progress = ignore,
 ) -> str:  # fmt: skip
     """The HTML of a lens.
 
@@ -51,25 +53,37 @@ def look_page(
         ids: whether the tokens are numbers, which need room between them.
         chosen: heads that the page must have.
         pairs: the pairs of a recall task.
+        progress: is called with 1 for each head.
     """
     labels = _labels(lens)
     heads = list(dict.fromkeys([*chosen, *labels, *_spread(lens)]))
     count, listed = _room(len(tokens), len(heads))
     cursors = max(48, STORED // max(1, len(tokens)))
-    parts, blob = [], bytearray()
+    packed: dict[Head, dict[str, Any]] = {}
+    recall: dict[Head, float] = {}
     for one in lens.details(heads[: max(count, len(chosen))], cursors):
-        parts.append((one.head, _pack(one, listed, blob)))
-    order = {head: i for i, head in enumerate(heads)}
-    parts.sort(key=lambda part: order[part[0]])
+        packed[one.head] = _pack(one, listed)
+        shares = one.shares()
+        recall[one.head] = float(np.mean([shares[pair.asked, pair.written] for pair in pairs] or [0]))
+        progress(1)
+    if pairs:
+        best = max(recall, key=lambda head: recall[head])
+        labels[best] = "reads the asked values most"
+        heads = [best, *(head for head in heads if head != best)]
+    shown, size = [], 0
+    for head in [head for head in heads if head in packed]:
+        size += len(packed[head]["blob"])
+        if size <= BUDGET or not shown:
+            shown.append(head)
     index = {head: i for i, head in enumerate(lens.heads)}
     data: dict[str, Any] = {
-        "tokens": list(tokens), "ids": ids, "cursor": len(tokens) - 1,
+        "tokens": list(tokens), "ids": ids, "cursor": pairs[-1].asked if pairs else len(tokens) - 1,
+        "view": "read" if pairs else "left",
         "documents": np.cumsum([0, *lens.documents[:-1]]).tolist(), "pairs": [asdict(pair) for pair in pairs],
         "heads": [_head(head) for head in lens.heads],
-        "details": [{**part, "head": index[head], "label": labels.get(head, "")} for head, part in parts],
-        "blob": b64encode(zlib.compress(bytes(blob), 9)).decode(),
+        "details": [{**packed[head], "head": index[head], "label": labels.get(head, "")} for head in shown],
     }  # fmt: skip
-    return _render(title, data, lens, len(parts))
+    return _render(title, data, lens, len(shown))
 
 
 def _labels(lens: Lens) -> dict[Head, str]:
@@ -96,7 +110,8 @@ def _room(tokens: int, heads: int) -> tuple[int, int]:
 
     def fitting(listed: int) -> int:
         listed = min(listed, tokens)
-        return int(BUDGET / (left + FROM_LISTS * tokens * (3 * listed + 3 * math.ceil(listed / 2) + 16)))
+        lists = FROM_LISTS * tokens * (3 * listed + 3 * math.ceil(listed / 2) + 12)
+        return int(BUDGET * 3 / 4 / (left + lists))  # base64 has 4 characters for 3 bytes
 
     listed = next((k for k in LISTED if fitting(k) >= heads), LISTED[-1])
     return max(3, min(heads, fitting(listed))), min(listed, tokens)
@@ -108,8 +123,8 @@ def _head(head: Head) -> dict[str, Any]:
     return {"name": str(head), "layer": layer, "kind": head.kind.replace("_", " "), "half": half}
 
 
-def _pack(one: HeadLens, listed: int, blob: bytearray) -> dict[str, Any]:
-    """Add the numbers of a head to the blob; return where they lie, as [type, offset, size]."""
+def _pack(one: HeadLens, listed: int) -> dict[str, Any]:
+    """The numbers of a head, compressed, with the place of each array as [type, offset, size]."""
     shares = one.shares() * np.sign(one.weights.values)
     later = math.ceil(listed / 2)
     total = (np.abs(one.weights.values) * one.sizes.values).sum(1)
@@ -127,12 +142,17 @@ def _pack(one: HeadLens, listed: int, blob: bytearray) -> dict[str, Any]:
     arrays |= {name: np.round(255 * grid.clip(0, 1)).astype("u1") for name, grid in grids.items()}
     if one.resets is not None:
         arrays["resets"] = one.resets.astype("u1")
-    places = {}
+    blob, places = bytearray(), {}
     for name, array in arrays.items():
+        if array.dtype == np.float32:
+            array = (array.view(np.uint32) & ROUNDED).view(np.float32)
         blob.extend(b"\0" * (-len(blob) % 4))
         places[name] = [array.dtype.str[1:], len(blob), array.size]
         blob.extend(array.tobytes())
-    return {"arrays": places, "cursors": one.cursors.tolist(), "k": listed, "k_later": later}
+    return {
+        "arrays": places, "cursors": one.cursors.tolist(), "k": listed, "k_later": later,
+        "blob": b64encode(zlib.compress(bytes(blob), 9)).decode(),
+    }  # fmt: skip
 
 
 def _render(title: str, data: dict[str, Any], lens: Lens, shown: int) -> str:
