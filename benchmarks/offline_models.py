@@ -156,6 +156,7 @@ def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, "without_autocast", without_autocast))
         stack.enter_context(mock.patch.object(dispatch, "choose", on_cuda))
         stack.enter_context(mock.patch.object(dispatch, "step_of", step_on_cuda))
+        stack.enter_context(mock.patch.object(dispatch, "SMALLEST_PASS", 0))
         for name in OPS.names():
             kept = {k: v for k, v in OPS[name].backends.items() if k not in ("native", "fla")}
             stack.enter_context(mock.patch.dict(OPS[name].backends, kept, clear=True))

@@ -46,7 +46,49 @@ def _conv(channels: int, width: int, **options: Any) -> tuple[Tensor, Tensor | N
     return causal_conv1d(x, weight(channels, width), weight(channels), output_final_state=packed, **options)
 
 
-CASES = {
+def _norm(op: str, channels: int, *settings: Any, heads: int | None = None, gate: bool = True, **options: Any) -> Any:
+    """A norm of `ops.fused` over all channels, or over heads."""
+    from halflife.ops import fused
+
+    x, size = leaf(BATCH, LENGTH, channels), channels if heads is None else channels // heads
+    first = x if heads is None else x.unflatten(-1, (heads, size))
+    skip = {"skip": (weight(32), leaf(BATCH, LENGTH, channels))} if options.pop("skip", False) else {}
+    gates = [leaf(BATCH, LENGTH, channels)] if gate else []
+    weights = [] if op == "l2_normalize" else [weight(size)]
+    return [getattr(fused, op)(first, *gates, *weights, *settings, **skip)]
+
+
+def _swiglu(channels: int) -> list[Tensor]:
+    from halflife.ops import fused
+
+    return [fused.swiglu(leaf(BATCH, LENGTH, channels), leaf(BATCH, LENGTH, channels))]
+
+
+def _scaled(heads: int, value: int) -> list[Tensor]:
+    from halflife.ops import fused
+
+    return [fused.scale_heads(leaf(BATCH, LENGTH, heads, value), weight(BATCH, LENGTH, heads))]
+
+
+def _rotated(heads: int, key: int, pairs: int) -> list[Tensor]:
+    from halflife.ops import fused
+
+    cos, sin = (torch.empty(LENGTH, pairs, device="meta") for _ in range(2))
+    return [fused.rotate(leaf(BATCH, LENGTH, heads, key), cos, sin)]
+
+
+CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _conv(2304, 4),
     "packed": lambda: _conv(2304, 4, packed=True, initial_state=leaf(BATCH, 2304, 3)),
+    "rms_norm 1024": lambda: _norm("rms_norm", 1024, 1e-5, gate=False),
+    "rms_norm 8192": lambda: _norm("rms_norm", 8192, 1e-5, gate=False),
+    "rms_norm_of_gated 2048": lambda: _norm("rms_norm_of_gated", 2048, 1, 1e-5, skip=True),
+    "rms_norm_of_gated 8192": lambda: _norm("rms_norm_of_gated", 8192, 1, 1e-5, skip=True),
+    "rms_norm_of_sigmoid_gated 1024": lambda: _norm("rms_norm_of_sigmoid_gated", 1024, 1e-5),
+    "gated_head_norm 128": lambda: _norm("gated_head_norm", 1024, 1e-5, heads=8),
+    "l2_normalize 64": lambda: _norm("l2_normalize", 1024, heads=16, gate=False),
+    "swiglu 2816": lambda: _swiglu(2816),
+    "scale_heads 64": lambda: _scaled(32, 64),
+    "rotate 64": lambda: _rotated(16, 64, 32),
+    "rotate 128 in part": lambda: _rotated(8, 128, 16),
 }

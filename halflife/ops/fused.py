@@ -1,30 +1,48 @@
 """Passes of a layer over memory: norms with their gates, SwiGLU, scaled heads, rotations and the output of MIMO.
 
-Each is an op whose definition is an expression of torch. Where the native kernels are built, it runs as one pass over
-memory, forward and backward (csrc/norms.cpp, gates.cpp and mimo.cpp in `backends/native`). `backend` is "auto",
-"native", or "chunked" or "reference" for the expression.
+Each is an op whose definition is an expression of torch. Where the native kernels are built, and on CUDA devices, it
+runs as one pass over memory, forward and backward (csrc/norms.cpp, gates.cpp and mimo.cpp in `backends/native`, and
+`backends/triton/passes`). `backend` is "auto", "native", "triton", or "chunked" or "reference" for the expression.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backends import native
+from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import implements, run_pass
 from halflife.ops.spec import define
 from halflife.precision import compute_dtype
 
+WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
 
-def _pass(op: str, expression: Callable[..., Tensor], kernel: Callable[..., Tensor], matrices: int) -> None:
-    """Register the implementations of a pass; its first `matrices` tensors are read by the kernel in one dtype."""
+
+def _why_not_triton(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    if tensors is not None and tensors[0].shape[-1] > WIDEST:
+        return f"the Triton kernel of {op} takes at most {WIDEST} channels; got {tensors[0].shape[-1]}"
+    return triton.why_not_pass(op, device, tensors)
+
+
+def _pass(
+    op: str, expression: Callable[..., Tensor], kernel: Callable[..., Tensor], matrices: int,
+    why_not: Any = _why_not_triton,
+) -> None:  # fmt: skip
+    """Register the implementations of a pass.
+
+    The native kernel reads the first `matrices` tensors in one dtype. `why_not` is that of the Triton kernel, which has
+    the same arguments, or None where there is none.
+    """
     for backend in ("chunked", "reference"):
         implements(op, backend, expression, traceable=True)
     implements(op, "native", kernel, why_not=native.why_not_matrices(matrices))
+    if why_not is not None:
+        implements(op, "triton", partial(kernel, op=triton.custom_op), why_not=why_not)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
@@ -37,12 +55,12 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return native.op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps)
+def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float, op: Any = native.op) -> Tensor:
+    return op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps)
 
 
 define("rms_norm", x="... D", weight="D", settings={"eps": 1e-5})
-_pass("rms_norm", _rms_norm, _native_rms_norm, 1)
+_pass("rms_norm", _rms_norm, _fused_rms_norm, 1)
 
 
 def rms_norm_of_gated(
@@ -73,17 +91,18 @@ def _rms_norm_of_gated(
     return F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2) * weight
 
 
-def _native_rms_norm_of_gated(
-    y: Tensor, z: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor | None, groups: int, eps: float
-) -> Tensor:
-    return native.op("norm")(y, z, weight, x, scale, "silu_before", y.shape[-1] // groups, True, eps)
+def _fused_rms_norm_of_gated(
+    y: Tensor, z: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor | None, groups: int, eps: float,
+    op: Any = native.op,
+) -> Tensor:  # fmt: skip
+    return op("norm")(y, z, weight, x, scale, "silu_before", y.shape[-1] // groups, True, eps)
 
 
 define(
     "rms_norm_of_gated", y="B T D", z="B T D", x="B T D | None", weight="D", scale="H | None",
     settings={"groups": 2, "eps": 1e-5},
 )  # fmt: skip
-_pass("rms_norm_of_gated", _rms_norm_of_gated, _native_rms_norm_of_gated, 3)
+_pass("rms_norm_of_gated", _rms_norm_of_gated, _fused_rms_norm_of_gated, 3)
 
 
 def rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
@@ -96,12 +115,12 @@ def _rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float)
     return F.rms_norm(y * z.sigmoid(), weight.shape, weight, eps)
 
 
-def _native_rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return native.op("norm")(y, z, weight, None, None, "sigmoid_before", y.shape[-1], True, eps)
+def _fused_rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float, op: Any = native.op) -> Tensor:
+    return op("norm")(y, z, weight, None, None, "sigmoid_before", y.shape[-1], True, eps)
 
 
 define("rms_norm_of_sigmoid_gated", y="... D", z="... D", weight="D", settings={"eps": 1e-5})
-_pass("rms_norm_of_sigmoid_gated", _rms_norm_of_sigmoid_gated, _native_rms_norm_of_sigmoid_gated, 2)
+_pass("rms_norm_of_sigmoid_gated", _rms_norm_of_sigmoid_gated, _fused_rms_norm_of_sigmoid_gated, 2)
 
 
 def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
@@ -114,12 +133,12 @@ def _gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor
     return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * F.silu(z)
 
 
-def _native_gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return native.op("norm")(o.flatten(-2), z, weight, None, None, "silu_after", o.shape[-1], True, eps)
+def _fused_gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, op: Any = native.op) -> Tensor:
+    return op("norm")(o.flatten(-2), z, weight, None, None, "silu_after", o.shape[-1], True, eps)
 
 
 define("gated_head_norm", o="B T H V", z="B T D", weight="V", settings={"eps": 1e-5})
-_pass("gated_head_norm", _gated_head_norm, _native_gated_head_norm, 2)
+_pass("gated_head_norm", _gated_head_norm, _fused_gated_head_norm, 2)
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
@@ -132,13 +151,13 @@ def _l2_normalize(x: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _native_l2_normalize(x: Tensor, eps: float) -> Tensor:
+def _fused_l2_normalize(x: Tensor, eps: float, op: Any = native.op) -> Tensor:
     rows = x.flatten(-2) if x.ndim > 1 else x
-    return native.op("norm")(rows, None, None, None, None, "none", x.shape[-1], False, eps).view(x.shape)
+    return op("norm")(rows, None, None, None, None, "none", x.shape[-1], False, eps).view(x.shape)
 
 
 define("l2_normalize", x="... D", settings={"eps": 1e-6})
-_pass("l2_normalize", _l2_normalize, _native_l2_normalize, 1)
+_pass("l2_normalize", _l2_normalize, _fused_l2_normalize, 1)
 
 
 def swiglu(a: Tensor, b: Tensor, backend: str = "auto") -> Tensor:
@@ -146,8 +165,12 @@ def swiglu(a: Tensor, b: Tensor, backend: str = "auto") -> Tensor:
     return run_pass("swiglu", backend, (a, b))
 
 
+def _fused_swiglu(a: Tensor, b: Tensor, op: Any = native.op) -> Tensor:
+    return op("swiglu")(a, b)
+
+
 define("swiglu", a="... D", b="... D")
-_pass("swiglu", lambda a, b: F.silu(a) * b, lambda a, b: native.op("swiglu")(a, b), 2)
+_pass("swiglu", lambda a, b: F.silu(a) * b, _fused_swiglu, 2, triton.why_not_pass)
 
 
 def scale_heads(x: Tensor, s: Tensor, backend: str = "auto") -> Tensor:
@@ -155,12 +178,12 @@ def scale_heads(x: Tensor, s: Tensor, backend: str = "auto") -> Tensor:
     return run_pass("scale_heads", backend, (x, s))
 
 
-def _native_scale_heads(x: Tensor, s: Tensor) -> Tensor:
-    return native.op("scale_heads")(x.flatten(-2), s.float()).view(x.shape)
+def _fused_scale_heads(x: Tensor, s: Tensor, op: Any = native.op) -> Tensor:
+    return op("scale_heads")(x.flatten(-2), s.float()).view(x.shape)
 
 
 define("scale_heads", x="B T H V", s="B T H")
-_pass("scale_heads", lambda x, s: x * s.unsqueeze(-1).to(x.dtype), _native_scale_heads, 1)
+_pass("scale_heads", lambda x, s: x * s.unsqueeze(-1).to(x.dtype), _fused_scale_heads, 1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backend: str = "auto") -> Tensor:
@@ -181,13 +204,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
 
 
-def _native_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _fused_rotate(x: Tensor, cos: Tensor, sin: Tensor, op: Any = native.op) -> Tensor:
     cos, sin = (part.float() if part.ndim == 3 else part.float().unsqueeze(0) for part in (cos, sin))
-    return native.op("rotate")(x, cos, sin, 1.0)
+    return op("rotate")(x, cos, sin, 1.0)
 
 
 define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P", constants=["cos", "sin"])
-_pass("rotate", _rotate, _native_rotate, 1)
+_pass("rotate", _rotate, _fused_rotate, 1)
 
 
 def mimo_output(
@@ -224,7 +247,7 @@ define(
     "mimo_output", y="B T R H V", before="B T H V", x="B T H V", z="B T H V", later="B T H R R", now="B T H R R",
     values="R H V", gates="R H V", outputs="R H V",
 )  # fmt: skip
-_pass("mimo_output", _mimo_output, _native_mimo_output, 4)
+_pass("mimo_output", _mimo_output, _native_mimo_output, 4, None)
 
 
 def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:

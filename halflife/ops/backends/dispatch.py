@@ -177,14 +177,14 @@ def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings:
     """Run an op that is a pass over memory: `implementation(*tensors, *settings)`.
 
     With "auto", tensors of fewer than `SMALLEST_PASS` entries go through torch's expression, which is faster for them,
-    unless the kernel is `always` faster.
+    unless the kernel is `always` faster, as it is on a GPU.
     """
     first: Any = tensors[0]
     device = first.device
     for x in tensors:
         if x is not None and x.device != device:
             raise ValueError(f"all tensors of {op} must be on one device; got {device} and {x.device}")
-    if backend == "auto" and first.numel() < SMALLEST_PASS and not always:
+    if backend == "auto" and first.numel() < SMALLEST_PASS and not (always or first.is_cuda):
         return OPS[op].backends["reference"].function(*tensors, *settings)
     if is_transformed():
         backend = _traceable(op, backend)

@@ -87,7 +87,7 @@ def log_decay(
         vectors = [None if x is None else x.expand(channels).flatten() for x in vectors]
     tensors = (f.flatten(2), *vectors, None if taper is None else position)
     settings = (law.shape, law.factor, law.least, law.most, with_step)
-    g, step = run_pass("log_decay", backend, tensors, *settings, always=f.is_cuda)
+    g, step = run_pass("log_decay", backend, tensors, *settings)
     return g.view(f.shape), step if step is None else step.view(f.shape)
 
 
@@ -157,7 +157,7 @@ def ordered_spectrum(theta: Tensor, delta: Tensor, log_length: float, backend: s
         log_length: log T.
         backend: "auto", or one of `available_backends("ordered_spectrum")`.
     """
-    return run_pass("ordered_spectrum", backend, (theta, delta), log_length, always=theta.is_cuda)
+    return run_pass("ordered_spectrum", backend, (theta, delta), log_length)
 
 
 def _spectrum(theta: Tensor, delta: Tensor, log_length: float) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    for name in ("op", "step", "laws", "post", "koopman", "passes.convolution"):
+    for name in ("op", "step", "laws", "post", "koopman", "passes.convolution", "passes.norms", "passes.products"):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 

@@ -1,0 +1,224 @@
+"""Norms over groups of channels with their gates, weights and skips, as the ops of `halflife.ops.fused` define them.
+
+    v = y + D ⊙ x,   a = v ⊙ f(z) or v,   n = a / √(mean a² + eps) or a / √(Σ a² + eps),   out = n ⊙ w (⊙ f(z))
+
+A program has one group of channels of some tokens. The backward pass computes the forward pass again, so that nothing
+but the inputs is kept. Gradients of w and D are summed over the tokens of a program, and then over programs by torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halflife.ops.arguments import dense
+from halflife.ops.backends.triton.launch import launch, only_first_derivatives
+from halflife.ops.backends.triton.laws import sigmoid
+from halflife.ops.backends.triton.op import declare
+
+GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3}
+TILE = 2048  # entries of a program at once
+PROGRAMS = 1024  # programs of the backward pass, at most, of all groups of channels
+
+
+@triton.jit
+@no_type_check
+def entries(x, rows, stride, cols, inside):
+    """Load rows and columns of a matrix in float32; 0 outside."""
+    return tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _gate(z, GATE: tl.constexpr):
+    """Return `(f(z), f'(z))`."""
+    s = sigmoid(z)
+    if GATE == 2:
+        value, slope = s, s * (1 - s)
+    else:
+        value, slope = z * s, s * (1 + z * (1 - s))
+    return value, slope
+
+
+@triton.jit
+@no_type_check
+def _normalized(a, size, eps, MEAN: tl.constexpr):
+    """Return `(n, 1 / √(… + eps))` of rows a."""
+    squares = tl.sum(a * a, 1)
+    if MEAN:
+        squares /= size
+    scale = tl.rsqrt(squares + eps)[:, None]
+    return a * scale, scale
+
+
+@triton.jit
+@no_type_check
+def _forward_kernel(
+    y, z, x, weight, scale, out, tokens, groups, size, y_t, z_t, x_t, w_g, eps,
+    HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    g = tl.program_id(0) % groups
+    rows = (tl.program_id(0) // groups) * BR + tl.arange(0, BR)
+    cols = tl.arange(0, BC)
+    inside = (rows < tokens)[:, None] & (cols < size)[None, :]
+    at = g * size + cols
+    a = entries(y, rows, y_t, at, inside)
+    if x is not None:
+        factor = tl.load(scale + at // HEAD, mask=cols < size, other=0.0).to(tl.float32)
+        a += factor[None, :] * entries(x, rows, x_t, at, inside)
+    if GATE != 0:
+        f, _ = _gate(entries(z, rows, z_t, at, inside), GATE)
+        if GATE != 3:
+            a *= f
+    n, _ = _normalized(a, size, eps, MEAN)
+    if weight is not None:
+        n *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
+    if GATE == 3:
+        n *= f
+    place = rows.to(tl.int64)[:, None] * groups * size + at[None, :]
+    tl.store(out + place, n.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _backward_kernel(
+    y, z, x, weight, scale, dout, dy, dz, dx, sums, tokens, groups, size, y_t, z_t, x_t, w_g, s_p, s_g, eps, tiles,
+    HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    g = tl.program_id(0) % groups
+    block = (tl.program_id(0) // groups).to(tl.int64)
+    cols = tl.arange(0, BC)
+    at = g * size + cols
+    dweight = tl.zeros([BC], tl.float32)
+    dscale = tl.zeros([BC], tl.float32)
+    for i in range(tiles):
+        rows = (block * tiles + i) * BR + tl.arange(0, BR)
+        inside = (rows < tokens)[:, None] & (cols < size)[None, :]
+        place = rows[:, None] * groups * size + at[None, :]
+        v = entries(y, rows, y_t, at, inside)
+        if x is not None:
+            factor = tl.load(scale + at // HEAD, mask=cols < size, other=0.0).to(tl.float32)[None, :]
+            skipped = entries(x, rows, x_t, at, inside)
+            v += factor * skipped
+        a = v
+        if GATE != 0:
+            f, slope = _gate(entries(z, rows, z_t, at, inside), GATE)
+            if GATE != 3:
+                a = v * f
+        n, inverse = _normalized(a, size, eps, MEAN)
+        d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        of_weight = d * n
+        if weight is not None:
+            d *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
+        if GATE == 3:
+            of_weight *= f
+            tl.store(dz + place, (d * n * slope).to(dz.dtype.element_ty), mask=inside)
+            d *= f
+        dweight += tl.sum(of_weight, 0)
+        along = tl.sum(d * n, 1)
+        if MEAN:
+            along /= size
+        d = inverse * (d - n * along[:, None])
+        if GATE == 1 or GATE == 2:
+            tl.store(dz + place, (d * v * slope).to(dz.dtype.element_ty), mask=inside)
+            d *= f
+        tl.store(dy + place, d.to(dy.dtype.element_ty), mask=inside)
+        if x is not None:
+            tl.store(dx + place, (d * factor).to(dx.dtype.element_ty), mask=inside)
+            dscale += tl.sum(d * skipped, 0)
+    place = block * s_p + g * s_g + cols
+    if weight is not None:
+        tl.store(sums + place, dweight, mask=cols < size)
+    if x is not None:
+        tl.store(sums + place + groups * size, dscale, mask=cols < size)
+
+
+def as_rows(x: Tensor, channels: int) -> tuple[Tensor, int]:
+    """The tokens of a tensor as rows, of which each has stride 1, and the stride between them."""
+    rows = dense(x.reshape(-1, channels))
+    return rows, rows.stride(0)
+
+
+def _given(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """Tensors as rows, and the strides of these; 0 for None."""
+    pairs = [(None, 0) if x is None else as_rows(x, channels) for x in tensors]
+    return [x for x, _ in pairs], [stride for _, stride in pairs]
+
+
+def _norm(
+    y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None, scale: Tensor | None, gate: str, size: int,
+    mean: bool, eps: float,
+) -> Tensor:  # fmt: skip
+    """The norm over groups of `size` channels of `y, z, x [..., D]`, with weights `[D]` or `[size]` and D `[H]`."""
+    channels, out = y.shape[-1], y.new_empty(y.shape)
+    given, strides = _given(channels, y, z, x)
+    weight, scale = [part if part is None else part.contiguous() for part in (weight, scale)]
+    tokens, groups = out.numel() // channels, channels // size
+    rows, columns, warps = _blocks(size)
+    if tokens:
+        launch(_forward_kernel, (triton.cdiv(tokens, rows) * groups,))(
+            *given, weight, scale, out, tokens, groups, size, *strides, _of_group(weight, size), eps,
+            HEAD=1 if scale is None else channels // len(scale), GATE=GATES[gate], MEAN=mean, BR=rows, BC=columns,
+            num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def _norm_backward(
+    dout: Tensor, y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None, scale: Tensor | None, gate: str,
+    size: int, mean: bool, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of y, z and x, and those of the weights and of each channel's factor of x, in rows."""
+    channels = y.shape[-1]
+    dy, dz, dx = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, z, x))
+    given, strides = _given(channels, y, z, x)
+    weight, scale = [part if part is None else part.contiguous() for part in (weight, scale)]
+    tokens, groups = dy.numel() // channels, channels // size
+    rows, columns, warps = _blocks(size)
+    tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), max(1, PROGRAMS // groups)))
+    blocks = triton.cdiv(tokens, rows * tiles)
+    kept = (weight is not None) + (x is not None)
+    shared = weight is not None and len(weight) == size < channels
+    shape = (blocks * groups, 1, size) if shared else (blocks, kept, channels)
+    sums = dy.new_empty(shape, dtype=torch.float32)
+    if tokens:
+        launch(_backward_kernel, (blocks * groups,))(
+            *given, weight, scale, dout, dy, dz, dx, sums, tokens, groups, size, *strides,
+            _of_group(weight, size), groups * size if shared else kept * channels, size, eps, tiles,
+            HEAD=1 if scale is None else channels // len(scale), GATE=GATES[gate], MEAN=mean, BR=rows, BC=columns,
+            num_warps=warps,
+        )  # fmt: skip
+    return dy, dz, dx, sums.sum(0) if kept else sums
+
+
+def _of_group(weight: Tensor | None, size: int) -> int:
+    """The stride from the weights of a group to those of the next one."""
+    return 0 if weight is None or len(weight) == size else size
+
+
+def _blocks(size: int) -> tuple[int, int, int]:
+    """The tokens, channels and warps of a program."""
+    columns = max(16, triton.next_power_of_2(size))
+    return max(1, TILE // columns), columns, max(4, min(16, columns // 256))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.settings = inputs[5:]
+
+
+def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    only_first_derivatives()
+    y, z, weight, x, scale = ctx.saved_tensors
+    dy, dz, dx, sums = _gradients(dout.contiguous(), y, z, weight, x, scale, *ctx.settings)
+    dweight = None if weight is None else sums[0].to(weight.dtype)
+    dscale = None if scale is None else sums[-1].view(len(scale), -1).sum(1).to(scale.dtype)
+    return dy, None if z is None else dz, dweight, None if x is None else dx, dscale, *[None] * 4
+
+
+_gradients = declare("triton_norm_backward", _norm_backward)
+declare("triton_norm", _norm).register_autograd(_grad, setup_context=_save)
