@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from helpers import assert_raises, call_of, cases, generator
 
 import halflife
-from halflife.analysis.look import look
+from halflife.analysis.foreign.model import ForeignModel
+from halflife.analysis.look import load_for_lens, look
 from halflife.analysis.look.lens import half_lives
 from halflife.analysis.look.observe import READ, Place, observe
 from halflife.analysis.look.readings import OpReading
@@ -332,3 +333,52 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["look", *arguments, "--exact", str(tmp_path / "exact.npz")])
     assert "--heads names" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_models_of_transformers_are_read_in_place(tmp_path):
+    """A model that is read in place has the numbers of the same model converted as a whole."""
+    import foreign_models
+
+    original, ids = foreign_models.build("qwen3_5_text"), torch.randint(0, 256, (37,))
+    original.save_pretrained(tmp_path)
+    in_place = look(ForeignModel(original, "qwen", window=16), ids)
+    converted = look(load_for_lens(tmp_path), ids)
+    assert len(converted.heads) == 16
+    assert len(in_place.heads) == 12
+    assert in_place.refused == {Place(3): "softmax attention is read in models of halflife alone"}
+    for place in ((0, 1), (2, 3)):
+        for name in ("weights", "left"):
+            ours, theirs = (np.asarray(getattr(lens[place], name)) for lens in (converted, in_place))
+            np.testing.assert_allclose(ours, theirs, atol=4 * 2e-5)
+            assert ours.max() > 0.01
+
+
+@pytest.mark.slow
+@cases(
+    "kind",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "kimi_linear",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "zamba2",
+    "falcon_h1",
+)
+def test_hybrids_of_transformers_show_their_recurrent_layers(kind, tmp_path):
+    import foreign_models
+
+    foreign_models.build(kind).save_pretrained(tmp_path)
+    lens = look(load_for_lens(tmp_path), torch.randint(0, 256, (40,)))
+    assert not [reason for reason in lens.refused.values() if "convert" in reason]
+    detail = next(lens.details(lens.heads[:1]))
+    assert np.abs(detail.weights.values).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_mixers_without_a_conversion_are_refused_by_name():
+    import foreign_models
+
+    model = ForeignModel(foreign_models.build("minimax"), "minimax")
+    assert_raises(ValueError, "the mixers of a minimax are not converted; .* qwen3_next", look, model, torch.arange(9))

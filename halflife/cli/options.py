@@ -8,8 +8,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
@@ -228,6 +229,18 @@ def memory_error(error: Exception) -> str | None:
         f"there is not enough memory{f' for {asked[1]} more' if asked else ''}; choose a smaller model, batch or "
         "context, or for training --micro-batch-size and --gradient-checkpointing"
     )
+
+
+@contextmanager
+def progress_bar(what: str, *, show: bool) -> Iterator[Callable[[int], object]]:
+    """Give a function that counts on a progress bar on stderr, if that is a terminal and `show` is true."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), TextColumn(f"{{task.completed:,.0f}} {what}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bars:
+        yield partial(bars.advance, bars.add_task("", total=None))
 
 
 def check_device(name: str | None) -> None:

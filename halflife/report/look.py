@@ -14,7 +14,7 @@ from torch import Tensor
 from halflife.analysis.look import Lens
 from halflife.analysis.look import look as measure
 from halflife.analysis.look.lens import Head
-from halflife.analysis.readable import Progress, ignore
+from halflife.analysis.readable import Progress, Readable, ignore
 from halflife.data.tokenizers import OF_BYTES, check_ids, load_tokenizer
 from halflife.evaluation import evaluating
 from halflife.files import RUN_JSON, read_bytes, read_json_object, write_text
@@ -58,13 +58,13 @@ class Look(Lens):
 
 
 def look(
-    model: LanguageModel, ids: Tensor | Sequence[int], *, tokenizer: Any = None, documents: Sequence[int] | None = None,
+    model: Readable, ids: Tensor | Sequence[int], *, tokenizer: Any = None, documents: Sequence[int] | None = None,
     title: str = "Memory lens", pairs: Sequence[Pair] = (), progress: Progress = ignore,
 ) -> Look:  # fmt: skip
     """Let a model read a text, and show what its state keeps of every token and what every token reads.
 
     Args:
-        model: a language model of halflife. `halflife.models.load.load_any` loads others as one.
+        model: a language model of halflife, or one of others that `analysis.look.load_for_lens` loads.
         ids: the tokens of the text, `[T]`.
         tokenizer: what has `decode`, for the page. None shows the ids.
         documents: the number of tokens of each document in the text, each of which is read without memory of the
@@ -92,7 +92,7 @@ def decoded(tokenizer: Any, token: int) -> str:
 
 
 def read_text(
-    model: LanguageModel, folder: Path, files: Sequence[Path], tokenizer: str | None, tokens: int
+    model: Readable, folder: Path, files: Sequence[Path], tokenizer: str | None, tokens: int
 ) -> tuple[Tensor, list[int], Any]:
     """The ids `[T]` of files, the tokens of each of them, and the tokenizer. Each file is a document.
 
@@ -116,7 +116,7 @@ def read_text(
     return ids, [len(one) for one in documents], reads
 
 
-def read_task(model: LanguageModel, folder: Path, tokens: int | None = None) -> tuple[Tensor, list[Pair], str]:
+def read_task(model: Readable, folder: Path, tokens: int | None = None) -> tuple[Tensor, list[Pair], str]:
     """A sequence of the task that a run was validated on, its pairs with the model's answers, and the task's name.
 
     `tokens` is the length of the sequence; None means that of the validation.
@@ -125,7 +125,8 @@ def read_task(model: LanguageModel, folder: Path, tokens: int | None = None) -> 
         FileNotFoundError: the folder does not name a task.
     """
     run = read_json_object(folder / RUN_JSON, optional=True)
-    if not (tasks := run.get("validation")) or "name" not in tasks[0]:
+    tasks = run.get("validation")
+    if not tasks or "name" not in tasks[0] or not isinstance(model, LanguageModel):
         raise FileNotFoundError(f"{folder} does not say what its model was trained on; give --text FILE")
     length = {"length": tokens} if tokens is not None and "length" in tasks[0] else {}
     batch = build(**{**tasks[0], **length}).generate(1, stream_seed("test", 0))

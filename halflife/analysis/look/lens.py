@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halflife.analysis.foreign.model import ForeignModel
+from halflife.analysis.look.foreign import observe_foreign
 from halflife.analysis.look.measured import Measured
-from halflife.analysis.look.observe import Place, observe
+from halflife.analysis.look.observe import Place, Take, observe
 from halflife.analysis.look.readings import Reading
-from halflife.analysis.readable import Progress, ignore
-from halflife.models import LanguageModel
+from halflife.analysis.readable import Progress, Readable, ignore
 
 FOLLOWED = 64  # writes whose fading gives the half-life of a head
 MOST_CURSORS = 256  # positions at which what is left is computed, unless more are asked for
@@ -83,7 +84,7 @@ class Lens:
         refused: the reason why a layer is not shown, by its place.
     """
 
-    model: LanguageModel
+    model: Readable
     ids: Tensor
     documents: tuple[int, ...]
     heads: tuple[Head, ...]
@@ -119,20 +120,18 @@ class Lens:
                 readings[place].append(reading.of([one.head for one in wanted[place]]))
 
         for ids in self.ids.split(self.documents):
-            observe(self.model, ids, keep)
+            _observe(self.model, ids, keep)
         at = grid(len(self.ids), cursors)
         for place in sorted(wanted):
             for index, head in enumerate(wanted[place]):
                 yield _detail(head, [one.of([index]) for one in readings[place]], at)
 
 
-def look(
-    model: LanguageModel, ids: Tensor, *, documents: Sequence[int] | None = None, progress: Progress = ignore
-) -> Lens:
+def look(model: Readable, ids: Tensor, *, documents: Sequence[int] | None = None, progress: Progress = ignore) -> Lens:
     """Let a model read a text, and measure how long each of its heads remembers it.
 
     Args:
-        model: a language model of halflife.
+        model: a language model of halflife, or one of transformers (`foreign.load_for_lens`).
         ids: the tokens, `[T]` or `[1, T]`.
         documents: the number of tokens of each document in the text. None is a single one.
         progress: is called with 1 for each layer of each document that is read.
@@ -154,7 +153,7 @@ def look(
 
     refused: dict[Place, str] = {}
     for part in ids.split(lengths):
-        refused |= observe(model, part, measure)
+        refused |= _observe(model, part, measure)
     if not found:
         raise ValueError(f"no layer can be shown: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")
     heads = []
@@ -163,6 +162,12 @@ def look(
         for h, (life, left) in enumerate(zip(lives.median(1).values.tolist(), kept.mean(1).tolist(), strict=True)):
             heads.append(Head(place, h, kinds[place], life, left))
     return Lens(model, ids, lengths, tuple(heads), refused)
+
+
+def _observe(model: Readable, ids: Tensor, take: Take) -> dict[Place, str]:
+    if isinstance(model, ForeignModel):
+        return observe_foreign(model, ids, take)
+    return observe(model, ids, take)
 
 
 def grid(tokens: int, most: int) -> np.ndarray:

@@ -75,13 +75,25 @@ def why_not(mixer: Any) -> str | None:
     return None
 
 
+def reading_of(mixer: Mixer, x: Tensor) -> tuple[Tensor, Reading | str]:
+    """Run a mixer on `x [1, T, D]`; return its output, and its reading or the reason why it is not shown."""
+    watcher = _Watcher(mixer, x.shape[1])
+    watcher.begin()
+    try:
+        y, _ = mixer(x)
+    finally:
+        watcher.end()
+    return y, why_not(mixer) or watcher.result()
+
+
 def _ending(watcher: _Watcher, place: Place, take: Take, refused: dict[Place, str]) -> Callable[..., None]:
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        found = watcher.end()
-        if len(found) == 1:
-            take(place, found[0])
+        watcher.end()
+        found = watcher.result()
+        if isinstance(found, str):
+            refused[place] = found
         else:
-            refused[place] = f"its state is not read by one call of an op on a state, but by {len(found)}"
+            take(place, found)
 
     return after
 
@@ -106,9 +118,14 @@ class _Watcher:
             choose = dispatch.implementation_of
             self.open.enter_context(patch.object(dispatch, "implementation_of", self._implementation(choose)))
 
-    def end(self) -> list[Reading]:
+    def end(self) -> None:
         self.open.close()
-        return self.found
+
+    def result(self) -> Reading | str:
+        """The reading, or the reason why there is none."""
+        if len(self.found) == 1:
+            return self.found[0]
+        return f"{len(self.found)} calls of ops on a state read for each token, and a lens shows layers with one"
 
     def _koopman(self, module: nn.Module, inputs: Any, options: dict[str, Any], result: Any) -> None:
         self.found.append(KoopmanReading(module, inputs, options))

@@ -47,11 +47,14 @@ class Look:
     """Also write the exact numbers of the heads named by --heads to this .npz file."""
     device: str | None = None
     """Device of the model. Default: the GPU if there is one, else the CPU."""
+    quiet: bool = False
+    """Do not draw a progress bar."""
 
     def run(self) -> None:
+        from halflife.analysis.look.foreign import has_readings, load_for_lens
         from halflife.analysis.look.tables import write_exact
-        from halflife.cli.options import default_device
-        from halflife.models.load import checkpoints, load_any
+        from halflife.cli.options import default_device, progress_bar
+        from halflife.models.load import checkpoints
         from halflife.registry import unknown
         from halflife.report.look import look, read_task, read_text
         from halflife.report.tables.look import look_table
@@ -62,24 +65,26 @@ class Look:
         if self.exact is not None and not self.heads:
             raise ValueError("--exact writes the numbers of the heads that --heads names, as --heads 0.3 2.1")
         root = local_folder(self.folder)
-        found = checkpoints([root])
+        found = checkpoints([root], has_readings)
         label = self.model or next(iter(found))
         if label not in found:
             raise unknown("model", label, [*found])
         folder = found[label]
-        model = load_any(folder, default_device(self.device))
+        model = load_for_lens(folder, default_device(self.device))
         if self.text:
             ids, documents, tokenizer = read_text(model, folder, self.text, self.tokenizer, self.tokens or TOKENS)
-            lens = look(
-                model, ids, documents=documents, tokenizer=tokenizer, title=f"{label} reads {self.text[0].name}"
-            )
+            pairs, title = [], f"{label} reads {self.text[0].name}"
         else:
             ids, pairs, task = read_task(model, folder, self.tokens)
-            lens = look(model, ids, pairs=pairs, title=f"{label} reads a sequence of {task}")
-        chosen = [lens.find(*_numbers(name)) for name in self.heads]
+            documents, tokenizer, title = None, None, f"{label} reads a sequence of {task}"
         name = "look.html" if root == Path(self.folder) else f"look-{self.folder.replace('/', '--')}.html"
         output = self.output or (root / name if root == Path(self.folder) else Path(name))
-        lens.save(output, chosen)
+        with progress_bar("layers and heads", show=not self.quiet) as progress:
+            lens = look(
+                model, ids, documents=documents, tokenizer=tokenizer, title=title, pairs=pairs, progress=progress
+            )
+            chosen = [lens.find(*_numbers(name)) for name in self.heads]
+            lens.save(output, chosen, progress)
         print(look_table(lens).terminal())
         if len(found) > 1 and self.model is None:
             print(f"This is {label}. Others, with --model: {', '.join(other for other in found if other != label)}.")
