@@ -98,7 +98,7 @@ def stretching() -> Figure:
             axes.plot(positions, scales[:, channel], color=COLOURS[0], alpha=float(shades[channel]), linewidth=1.1)
         axes.plot(positions, positions, **REFERENCE_LINE)
         axes.axvline(LENGTH, **REFERENCE_LINE)
-        axes.annotate("T", (LENGTH, 0.45), (3, 0), textcoords="offset points")
+        axes.annotate("T", (LENGTH, 8e6), (3, 0), textcoords="offset points")
         axes.set(xscale="log", yscale="log", xlabel="position t", ylim=(0.3, 3e7))
         axes.set_title(r"$t_{ref} = $" + ("1, the algorithm" if reference == 1 else "T, the theorem"))
     panels[0].set_ylabel("time-scale, tokens")

@@ -13,7 +13,7 @@ import yaml
 from helpers import cases
 
 import halflife
-from halflife.cli import COMMANDS, command_class, main, read_command
+from halflife.cli import COMMANDS, command_class, main, parse, read_command
 from halflife.cli.groups import options_of
 from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
@@ -43,6 +43,17 @@ TINY = [
     "--test-examples",
     "8",
 ]
+
+
+@cases(
+    "arguments, sets",
+    (["--set", "a=1", "--set", "b=2"], ("a=1", "b=2")),
+    (["--set", "a=1", "b=2", "--quiet", "--set", "c=-3"], ("a=1", "b=2", "c=-3")),
+)
+def test_repeated_options_add_up(arguments, sets):
+    """Without that the first `--set` would be dropped without a word."""
+    command = parse(["compare", "mamba2", "--lr", "0.1", *arguments, "--lr", "0.2"])
+    assert (command.models, command.lr, command.job.set) == (("mamba2",), (0.1, 0.2), sets)
 
 
 def test_compare_end_to_end(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from halflife.layers.memory import gate_rank as gate_rank_layer
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures import masks as mask_figure
 from halflife.report.figures.masks import Head, example_gates, example_symbols, most_resets
-from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.figures.matplotlib_renderer import DPI, arrange, draw
 
 ROUNDING = 4 * 3e-15  # 4 times the largest σ₃/σ₁ (with one decay σ₂/σ₁) measured over 30 seeds of 80 tokens
 
@@ -278,8 +279,10 @@ def test_picture(models):
     drawn = panels[2].images[0].get_array()
     assert np.isnan(drawn[0, 1]) or drawn.mask[0, 1]
     assert drawn[7, 3] == pytest.approx(by_recurrence(slow[0, :, 0], fast[0, :, 0])[7, 3].item())
-    assert len(cuts.lines) == 1 + 2 * shown
-    one_decay, second, third = (torch.tensor(line.get_ydata())[2:-2] for line in cuts.lines[:3])
+    rounding, *lines = cuts.lines
+    assert set(rounding.get_ydata()) == {mask_figure.ROUNDING}
+    assert len(lines) == 1 + 2 * shown
+    one_decay, second, third = (torch.tensor(line.get_ydata())[2:-2] for line in lines[:3])
     assert max(one_decay.max(), third.max()) <= ROUNDING
     assert second.max() > 1e-3
 
@@ -356,3 +359,21 @@ def test_errors_are_one_line_and_exit_code_2(run_dir, tmp_path, refused, argumen
         (folder / "run.json").write_text(json.dumps({"validation": [task]}))
     assert message in refused("mask", *(argument.replace("{run}", str(run_dir)) for argument in arguments))
     assert not list(run_dir.glob("*.*"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rounding_is_drawn_as_such_and_labels_end_inside_the_picture(count):
+    """One decay has rank 1, so its second singular value is rounding. The three masks of one model stand in a row."""
+    torch.manual_seed(0)
+    fast = -torch.rand(1, 24, 1, dtype=torch.float64)
+    figure = mask_figure.mask([Head(f"model {i}", Gates(0, fast, None), 0) for i in range(count)])
+    panel = figure.panels[-1]
+    assert {value for series in panel.series for value in series.y if math.isfinite(value)} == {mask_figure.ROUNDING}
+    assert [reference.y for reference in panel.references] == [mask_figure.ROUNDING]
+    drawn = arrange(draw(figure))
+    drawn.savefig(BytesIO(), dpi=DPI)
+    tops = [round(axes.get_position().y1, 3) for axes in drawn.axes[:3]]
+    assert len(set(tops)) == 1
+    label = drawn.axes[-1].yaxis.label.get_window_extent()
+    assert 0 <= label.x0 < label.x1 <= drawn.bbox.x1
+    assert 0 <= label.y0 < label.y1 <= drawn.bbox.y1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from halflife import __version__, extensions
-from halflife.cli.groups import replace_options
+from halflife.cli.groups import option_types, replace_options
 from halflife.cli.options import check_device, one_line_errors, read_options, silence_stdout
 from halflife.extras import EXTRAS, install, missing, require
 
@@ -134,8 +135,32 @@ def parse(arguments: list[str], **options: Any) -> Any:
     options = {"config": (tyro.conf.OmitArgPrefixes,), **options}
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
-        return tyro.cli(command_class(name), args=rest, prog=f"halflife {name}", **options)
+        return tyro.cli(
+            command_class(name), args=_joined(rest, command_class(name)), prog=f"halflife {name}", **options
+        )
     return tyro.cli(_any_command(), args=arguments, prog="halflife", description=DESCRIPTION, **options)
+
+
+def _joined(arguments: list[str], command: type) -> list[str]:
+    """Move the values of a repeated option with several values behind its first place: tyro would drop the first ones.
+
+    So `--set a=1 --set b=2` is `--set a=1 b=2`.
+    """
+    types = {f"--{name.replace('_', '-')}": kind for name, kind in option_types(command).items()}
+    several = {name for name, kind in types.items() if any(get_origin(x) is tuple for x in (kind, *get_args(kind)))}
+    parts: list[list[str]] = [[]]
+    for word in arguments:
+        if re.match("--?[a-z]", word):
+            parts.append([])
+        parts[-1].append(word)
+    first: dict[str, list[str]] = {}
+    for part in parts[1:]:
+        if part[0] in several and part[0] in first:
+            first[part[0]] += part[1:]
+            part.clear()
+        else:
+            first.setdefault(part[0], part)
+    return [word for part in parts for word in part]
 
 
 def command_class(name: str) -> type:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from halflife.report.figures.data import (
     SEEDS,
@@ -26,7 +27,7 @@ from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, Score, Train
 SHORTCUT = ModelStyle(INK, "", (0, (1, 1.2)))
 CHANCE = ModelStyle(INK, "", (0, (1, 4)))
 ACCURACY = Axis("accuracy", fraction=True)
-STEP = Axis("step", from_zero=True, phrase="step {}", whole=True)
+STEP = Axis("step", phrase="step {}", whole=True)
 
 
 def comparison_figures(run: Comparison) -> list[FigureData]:
@@ -206,6 +207,7 @@ def gates(trainings: Mapping[str, Sequence[Training]]) -> FigureData:
         for model, style in model_styles(list(trainings)).items():
             series += seed_series(model, style, {one.seed: _gate_curve(one, key) for one in trainings[model]})
         panels.append(Panel(title, STEP, y, series))
+    panels = same_steps(panels)
     return FigureData(
         "gates", "What the slow gates do", panels,
         "Line charts of the share of resets, the mean segment length and the slow state's share of the energy "
@@ -213,6 +215,13 @@ def gates(trainings: Mapping[str, Sequence[Training]]) -> FigureData:
         f"{SEEDS}All values are means over layers. At a reset, the content of the fast state is added to the slow "
         "state. Values of 0 are missing on logarithmic axes.",
     )  # fmt: skip
+
+
+def same_steps(panels: Sequence[Panel]) -> list[Panel]:
+    """The panels with one x-axis from step 0 to the last step of all, whatever values each of them lacks."""
+    last = max((step for panel in panels for series in panel.series for step in series.x), default=1)
+    x = replace(STEP, limits=(0, last * 1.02))
+    return [replace(panel, x=x) for panel in panels]
 
 
 def _gate_curve(one: Training, key: str) -> Curve:
@@ -240,6 +249,7 @@ def training(
             # A seed with several learning rates, while none is selected, shows the last one.
             series += seed_series(model, style, {one.seed: one.curve(name) for one in run.trainings_of(model)})
         panels.append(Panel(title, STEP, y, series))
+    panels = same_steps(panels)
     return FigureData(
         "training", "Training", panels,
         f"Line charts of training loss and {validation} against the step for {', '.join(run.models)}.",

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.masks import Gates, cut_values
-from halflife.report.figures.data import Axis, Colours, FigureData, Image, Key, Panel, Series, Weight
+from halflife.report.figures.data import Axis, Colours, FigureData, Image, Key, Panel, Reference, Series, Weight
 from halflife.report.style import COLOURS, FORMULA, INK, PAGE_WIDTH, ModelStyle, label_styles
 
 NAMES = ("Γ", "Λ", "Γ ⊙ Λ")
 FAINTEST_SHARE = 1e-3  # smaller entries have its colour; the colours begin at the smallest entry if that is larger
-SMALLEST_SINGULAR_VALUE = 1e-18  # smaller singular values are drawn here
+ROUNDING = 1e-14  # of singular values over the largest one, in float64; smaller ones are drawn here
 MAX_TICKS = 8  # tokens that all have a number
 MAX_ROWS = 4  # models in one picture
 EXAMPLE_RESETS, EXAMPLE_LENGTH = (1, 3, 5), 6  # tokens, counted from 0 as in the paper
@@ -87,8 +87,9 @@ def mask(heads: Sequence[Head]) -> FigureData:
     for one, shown in zip(heads, masks, strict=True):
         panels += _images(shown, one.resets(), f"{one.title()}\n")
     title = "singular values of the block in which tokens from m on read from tokens up to m"
-    y = Axis("σ / σ₁", log=True, limits=(SMALLEST_SINGULAR_VALUE / 3, 3))
-    panels.append(Panel(title, Axis("token m", whole=True), y, _singular_values(heads), wide=True))
+    y = Axis("σ / σ₁", log=True, limits=(ROUNDING / 10, 3))
+    rounding = [Reference("rounding", y=ROUNDING)]
+    panels.append(Panel(title, Axis("token m", whole=True), y, _singular_values(heads), rounding, wide=True))
     return FigureData(
         "mask", "Decay masks", panels, size=(2.5, 2.55), keys={"reset": Key(ModelStyle(COLOURS[1], "|", "none"))},
         colours=Colours("share that is left", min(max(smallest, FAINTEST_SHARE), 0.5), 1, log=True),
@@ -120,7 +121,7 @@ def _singular_values(heads: Sequence[Head]) -> list[Series]:
         for k, line in ((1, "-"), (2, FORMULA.linestyle)):
             lines[f"{one.label}, σ{'₁₂₃'[k]}"] = (values[:, k], ModelStyle(style.color, "", line), "line")
     return [
-        Series(name, name, style, range(len(values)), values.clamp(min=SMALLEST_SINGULAR_VALUE).tolist(), weight)
+        Series(name, name, style, range(len(values)), values.clamp(min=ROUNDING).tolist(), weight)
         for name, (values, style, weight) in lines.items()
     ]
 

@@ -59,7 +59,8 @@ def draw(data: FigureData) -> Figure:
     """The figure as matplotlib draws it, with a legend below its panels."""
     data = data if any(data.panels) else replace(data, panels=[Panel(data.title, Axis(""), Axis(""), [])])
     columns = min(len(data.panels), data.columns)
-    columns = 2 if (len(data.panels), data.columns) == (4, 3) else columns  # two by two
+    wide = any(panel is not None and panel.wide for panel in data.panels)
+    columns = 2 if (len(data.panels), data.columns) == (4, 3) and not wide else columns  # two by two
     rows = _rows(data.panels, columns)
     heights = [max(_height(data, panel) for panel in row) for row in rows]
     figure = Figure(figsize=(_width(data, columns), sum(heights)))

@@ -49,7 +49,7 @@ def _table(run: Comparison, papers: dict[str, float | None]) -> Table:
         ["model", COLUMNS[0].label, "paper's loss", *(column.label for column in COLUMNS[1:])],
         [_with_paper(row, papers) for row in rows_of_models(run, COLUMNS, "loss")],
         f"Test loss of each model in nats a {unit(run)}, as a mean and for each seed. The paper's loss is in "
-        "nats a token. The lowest loss and the highest tokens/s are marked.",
+        "nats a token. The lowest loss is marked.",
     )
 
 

@@ -112,6 +112,8 @@ def _axis(axis: Axis, places: Mapping[float, str]) -> dict[str, Any]:
         layout |= {"tickformat": ".0%", "range": [-0.03, 1.03]}
     if axis.from_zero:
         layout |= {"rangemode": "tozero"}
+    if None not in axis.limits:
+        layout |= {"range": [math.log10(end) if axis.log else end for end in axis.limits if end is not None]}
     return layout
 
 
