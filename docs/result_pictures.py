@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from halflife.files import read_json
 from halflife.lab.experiments.evidence.post_parts import PARTS
+from halflife.report.figures.matplotlib_renderer import save_as
 from halflife.report.intervals import bootstrap
 from halflife.report.style import PAGE_WIDTH, REFERENCE_LINE, ModelStyle, model_styles, styled
 
@@ -218,10 +219,13 @@ def stretched(part: str) -> str:
     return "decay and gain stretched" if "stretch_gain" in options.get("mixer", {}) else "decay alone stretched"
 
 
+PICTURES = (post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, recall, speed)
+
+
 def main() -> None:
-    for draw in (post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, recall, speed):
+    for draw in PICTURES:
         path = RESULTS / f"{draw.__name__}.png"
-        draw().savefig(path, dpi=150)
+        save_as(draw(), path)
         print(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from halflife.report.figures.data import Axis, Colours, FigureData, HeatMap, Ima
 from halflife.report.figures.labels import label_point, name_lines, separate_labels
 from halflife.report.numbers import axis_number
 from halflife.report.style import PAGE_WIDTH, REFERENCE_LINE, ModelStyle, escape_formula, legend, note, styled
+from halflife.report.ticks import log_places
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "thick": {}, "thin": {"linewidth": 0.7, "alpha": 0.5, "marker": ""}, "level": {"linewidth": 1.2},
@@ -34,6 +36,7 @@ MAX_LARGE_DOTS = 48  # dots of a series; more dots are smaller
 PAGE_HEIGHT = 18.0  # of the panels in one picture, inches
 FORMATS = ("png", "svg")  # by default
 DPI = 150
+DATA = "Data"  # the field of a PNG file that has the `digest` of its figure
 TITLE_PAD, LINE_HEIGHT = 6, 11.5  # of titles, points
 # Without a date, the same data give the same file.
 _METADATA: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -83,6 +86,8 @@ def draw(data: FigureData) -> Figure:
     if data.colours:
         image = next(image for image in drawn.values() if image is not None)
         bar = figure.colorbar(image, ax=list(drawn), label=data.colours.label, shrink=0.8)
+        if data.colours.log:
+            bar.set_ticks(log_places(data.colours.low, data.colours.high))
         bar.formatter = FuncFormatter(lambda value, _: axis_number(value))
         bar.ax.minorticks_off()
     legend(figure, [Line2D([], [], **_look(*key), label=escape_formula(name)) for name, key in data.legend.items()])
@@ -245,8 +250,17 @@ def arrange(figure: Figure) -> Figure:
 def save_as(figure: Figure, file: Path) -> None:
     """Write the figure in the format of the file's suffix. The file is replaced only when it is complete."""
     suffix = check_format(file.suffix[1:])
+    metadata = {DATA: digest(figure)} if suffix == "png" else _METADATA[suffix]
     with atomic_path(file) as temporary:
-        figure.savefig(temporary, format=suffix, dpi=DPI, metadata=_METADATA[suffix])
+        figure.savefig(temporary, format=suffix, dpi=DPI, metadata=metadata)
+
+
+def digest(figure: Figure) -> str:
+    """A digest of the numbers that a figure shows, in six digits. PNG files have it under `DATA`."""
+    lines = [line.get_xydata() for axes in figure.axes for line in axes.get_lines()]
+    images = [np.ma.filled(image.get_array(), np.nan) for axes in figure.axes for image in axes.get_images()]
+    numbers = (f"{number:.6g}" for shown in (*lines, *images) for number in np.asarray(shown, float).flat)
+    return hashlib.sha256(" ".join(numbers).encode()).hexdigest()
 
 
 def check_format(suffix: str) -> str:
