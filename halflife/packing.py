@@ -20,6 +20,7 @@ class Packing:
         batch, length: B and T.
         cu_seqlens: boundaries `[N + 1]` of packed sequences, from 0 to T, or None for rows.
         num_sequences: N, which is B for rows.
+        kept: what all layers share of sequences that start here, such as positions: computed by the first layer.
     """
 
     def __init__(self, batch: int, length: int, cu_seqlens: Tensor | None = None) -> None:
@@ -27,6 +28,7 @@ class Packing:
         self.num_sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self._bounds: list[int] | None = None
         self._sequence: Tensor | None = None
+        self.kept: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, packed: Any, batch: int, length: int) -> Packing:
@@ -117,11 +119,17 @@ class Packing:
 
         They continue from `start [N]`, the number of tokens that each sequence has seen (None: 0).
         """
+        if start is None and device in self.kept:
+            return self.kept[device]
         count = torch.arange(1, self.length + 1, device=device)
         if self.cu_seqlens is not None:
             offset = -self.cu_seqlens[:-1] if start is None else start - self.cu_seqlens[:-1]
-            return (count + offset[self.sequence]).unsqueeze(0)
-        return count if start is None else count + start.unsqueeze(1)
+            count = (count + offset[self.sequence]).unsqueeze(0)
+        elif start is not None:
+            count = count + start.unsqueeze(1)
+        if start is None:
+            self.kept[device] = count
+        return count
 
     def delay(self, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the entry before each entry of `x [B, T, …]`, and the last entry of each sequence `[N, …]`.

@@ -75,6 +75,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a product takes x: that of autocast on x's device, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of decays, solves and states: float64 if an input is float64, float32 otherwise."""
     for x in tensors:

@@ -40,6 +40,7 @@ def test_rows():
     assert packing.lengths(BOUNDS.device).tolist() == [3, 3]
     assert packing.positions(None, BOUNDS.device).tolist() == [1, 2, 3]
     assert packing.positions(torch.tensor([4, 0]), BOUNDS.device).tolist() == [[5, 6, 7], [1, 2, 3]]
+    assert packing.positions(None, BOUNDS.device) is packing.positions(None, BOUNDS.device)
     before, last = packing.delay(torch.arange(1.0, 7).view(2, 3, 1), None)
     assert (before.flatten().tolist(), last.flatten().tolist()) == ([0, 1, 2, 0, 4, 5], [3, 6])
     assert packing.repeated(3).length == 9

@@ -154,6 +154,19 @@ def test_rotations(dtype, pairs, rest, batch, rows, length):
     check(run, {"x": x}, dtype)
 
 
+def test_norms_round_to_the_dtype_of_autocast():
+    """So that no product casts their output again; the gradients are those of the rounded output."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    exact = fused.rms_norm(x, w, 1e-5, "triton")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fused.rms_norm(x, w, 1e-5, "triton")
+    assert y.dtype == torch.bfloat16
+    assert_close(y.double(), exact.double(), 4 * WORST[torch.bfloat16])
+    weights = torch.randn(3, 8).bfloat16()
+    got, want = (torch.autograd.grad((z * weights).sum(), (x, w)) for z in (y, exact))
+    assert_close(dict(enumerate(got)), dict(enumerate(want)), 4 * WORST[torch.float32])
+
+
 def test_wide_norms_run_in_torch():
     x = torch.randn(1, 1, 8193)
     with pytest.raises(dispatch.CannotRun, match="at most 8192 channels; got 8193"):

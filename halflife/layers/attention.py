@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,7 @@ class Attention(Mixer):
         v = v.unflatten(-1, (-1, self.head_dim))
         if self.position == "rope":
             position = packing.positions(state.get("position"), x.device)
-            q, k = self._rotated(q, k, position)
+            q, k = self._rotated(q, k, position, None if state else packing.kept)
         tokens = self.cached(x, k, v)
         if not state and packing.cu_seqlens is None and self.window is None and self.max_length is None:
             cache, o = tokens, self.attend(q, tokens, None, None)
@@ -116,12 +117,12 @@ class Attention(Mixer):
         normed = norm((x if self.over_all else heads).to(norm.weight.dtype))  # autocast gives x in bfloat16
         return normed.to(x.dtype).view(heads.shape)
 
-    def _rotated(self, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, position: Tensor, kept: dict[Any, Any] | None) -> tuple[Tensor, Tensor]:
         """RoPE on the first channels of each head."""
         if self.rotated == self.head_dim:
-            return rotary(q, k, position, self.rope_base, self.pass_backend)
+            return rotary(q, k, position, self.rope_base, self.pass_backend, kept)
         (q, *q_rest), (k, *k_rest) = (x.tensor_split([self.rotated], -1) for x in (q, k))
-        q, k = rotary(q, k, position, self.rope_base, self.pass_backend)
+        q, k = rotary(q, k, position, self.rope_base, self.pass_backend, kept)
         return torch.cat([q, *q_rest], -1), torch.cat([k, *k_rest], -1)
 
     def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:

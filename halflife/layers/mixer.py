@@ -119,7 +119,8 @@ class Mixer(nn.Module):
             for name, part in new.items():
                 if part.untyped_storage().size() != part.nbytes:  # a view, such as the last token of all activations
                     new[name] = part.clone(memory_format=torch.contiguous_format)
-        return y, {"position": packing.lengths(x.device) + state.get("position", 0), **new}
+        position = packing.lengths(x.device)
+        return y, {"position": position + state["position"] if state else position, **new}
 
     @classmethod
     def complete(cls, options: dict[str, Any]) -> dict[str, Any]:

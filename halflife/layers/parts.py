@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -267,12 +267,19 @@ class ShortConv(nn.Module):
 
 
 def rotary(
-    q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
-    """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once."""
-    half = q.shape[-1] // 2
-    angle = angles(position, base, spread(half, half, q.device), compute_dtype(q))
-    cos, sin = angle.cos(), angle.sin()
+    q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0, backend: str = "auto",
+    kept: dict[Any, Any] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once.
+
+    `kept` remembers them for other layers at the same positions (`Packing.kept`).
+    """
+    half, kept = q.shape[-1] // 2, {} if kept is None else kept
+    key = ("rotary", base, half, compute_dtype(q), q.device)
+    if key not in kept:
+        angle = angles(position, base, spread(half, half, q.device), compute_dtype(q))
+        kept[key] = angle.cos(), angle.sin()
+    cos, sin = kept[key]
     return fused.rotate(q, cos, sin, backend), fused.rotate(k, cos, sin, backend)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import implements, run_pass
 from halflife.ops.spec import define
-from halflife.precision import compute_dtype
+from halflife.precision import compute_dtype, product_dtype
 
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
 
@@ -46,7 +46,10 @@ def _pass(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
-    """RMSNorm over the last axis of `x [..., D]` with a `weight [D]`."""
+    """RMSNorm over the last axis of `x [..., D]` with a `weight [D]`.
+
+    Under autocast on a GPU the kernel rounds as the products that take its output would, to autocast's dtype.
+    """
     return run_pass("rms_norm", backend, (x, weight), eps)
 
 
@@ -55,12 +58,17 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float, op: Any = native.op) -> Tensor:
-    return op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps)
+def _native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return native.op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps)
 
 
 define("rms_norm", x="... D", weight="D", settings={"eps": 1e-5})
-_pass("rms_norm", _rms_norm, _fused_rms_norm, 1)
+_pass("rms_norm", _rms_norm, _native_rms_norm, 1, None)
+
+
+@implements("rms_norm", "triton", why_not=_why_not_triton)
+def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return triton.custom_op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps, product_dtype(x))
 
 
 def rms_norm_of_gated(

@@ -151,10 +151,13 @@ def _given(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor | None],
 
 def _norm(
     y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None, scale: Tensor | None, gate: str, size: int,
-    mean: bool, eps: float,
+    mean: bool, eps: float, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """The norm over groups of `size` channels of `y, z, x [..., D]`, with weights `[D]` or `[size]` and D `[H]`."""
-    channels, out = y.shape[-1], y.new_empty(y.shape)
+    """The norm over groups of `size` channels of `y, z, x [..., D]`, with weights `[D]` or `[size]` and D `[H]`.
+
+    It is in `dtype`, or in that of y.
+    """
+    channels, out = y.shape[-1], y.new_empty(y.shape, dtype=dtype)
     given, strides = _given(channels, y, z, x)
     weight, scale = [part if part is None else part.contiguous() for part in (weight, scale)]
     tokens, groups = out.numel() // channels, channels // size
@@ -208,7 +211,7 @@ def _blocks(size: int) -> tuple[int, int, int]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
-    ctx.settings = inputs[5:]
+    ctx.settings = inputs[5:9]
 
 
 def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
@@ -217,7 +220,7 @@ def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     dy, dz, dx, sums = _gradients(dout.contiguous(), y, z, weight, x, scale, *ctx.settings)
     dweight = None if weight is None else sums[0].to(weight.dtype)
     dscale = None if scale is None else sums[-1].view(len(scale), -1).sum(1).to(scale.dtype)
-    return dy, None if z is None else dz, dweight, None if x is None else dx, dscale, *[None] * 4
+    return dy, None if z is None else dz, dweight, None if x is None else dx, dscale, *[None] * 5
 
 
 _gradients = declare("triton_norm_backward", _norm_backward)
