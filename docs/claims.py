@@ -101,7 +101,8 @@ class Claim:
         says: the statement in plain words.
         rules: expressions; see the module.
         number: the text of the column "number", with expressions in braces. All digits are in braces.
-        given: expressions without which the claim is open.
+        given: expressions without which the claim is open, and for each the words that say so. Those of `learned` and
+            `measured` have words of their own.
         note: a sentence about the verdict.
         settle: the command of the run that would settle an open claim.
         fair: whether the runs gave the paper a fair chance: its setting as far as it can run, and twice the steps.
@@ -113,7 +114,7 @@ class Claim:
     says: str
     rules: tuple[str, ...] = ()
     number: str = ""
-    given: tuple[str, ...] = ()
+    given: dict[str, str] = field(default_factory=dict)
     note: str = ""
     settle: str = ""
     fair: bool = False
@@ -385,11 +386,11 @@ def read(claim: Claim) -> Reading:
         known[name] = _evaluate(expression, files, known)
     true = [bool(_evaluate(rule, files, known)) for rule in claim.rules]
     number = _evaluate(f"f{claim.number!r}", files, known) if claim.number else ""
-    unmet = [condition for condition in claim.given if not _evaluate(condition, files, known)]
+    unmet = [_words(given, words) for given, words in claim.given.items() if not _evaluate(given, files, known)]
     number = re.sub(r"(?<![\w.])-(?=\d)", "−", number)
     unfair = files.seeds is not None and not claim.fair and not all(true)
     reasons = [
-        files.lacks(), *(f"`{condition}` is false" for condition in unmet), "" if true else "no run",
+        files.lacks(), *unmet, "" if true else "no run",
         "the setting of the paper was not run" if unfair else "",
     ]  # fmt: skip
     reason = ", ".join(filter(None, reasons))
@@ -397,13 +398,21 @@ def read(claim: Claim) -> Reading:
     return Reading(verdict, number, tuple(files.used), tuple(files.models), reason if verdict == "open" else "")
 
 
+def _words(condition: str, words: str) -> str:
+    """The sentence that an unmet condition stands for."""
+    asked = re.fullmatch(r'(learned|measured)\(.*"(.+)"\)', condition)
+    kinds = {"learned": "has not learned its task", "measured": "was not trained"}
+    return words or f"`{asked[2]}` {kinds[asked[1]]}" if asked else words
+
+
 def load() -> tuple[str, dict[str, str], dict[str, list[Claim]]]:
     """Read claims.yaml: the text above the tables, file → the command that wrote it, and paper → its claims."""
     data = yaml.safe_load((DOCS / "claims.yaml").read_text(encoding="utf-8"))
 
     def claim(fields: dict[str, Any]) -> Claim:
-        lists = {name: tuple(fields[name]) for name in ("rules", "given") if name in fields}
-        return Claim(**{**fields, **lists})
+        given = fields.get("given", {})
+        given = given if isinstance(given, dict) else dict.fromkeys(given, "")
+        return Claim(**{**fields, "rules": tuple(fields.get("rules", ())), "given": given})
 
     papers = {paper: [claim(fields) for fields in claims] for paper, claims in data["papers"].items()}
     return data["head"], data["files"], papers
@@ -430,7 +439,8 @@ def page() -> str:
     lines += [f"| R{n} | `{run}` | {_hours(hours[run]) if run in hours else '–'} |" for n, run in enumerate(runs, 1)]
     lines += ["", "## Files and commands", "", COMMANDS, "", "| file | command |", "|---|---|"]
     lines += [f"| [{file}](results/{file}) | `{command}` |" for file, command in commands.items()]
-    lines += ["", "## Rules", "", EXPRESSIONS, "", "| | true if the statement holds | with |", "|---:|---|---|", *rules]
+    lines += ["", "## Rules", "", EXPRESSIONS, "", '<details markdown="1">', "<summary>All rules</summary>", ""]
+    lines += ["| | true if the statement holds | with |", "|---:|---|---|", *rules, "", "</details>"]
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 DISTRIBUTION = "halflife-lm"
 # Package, as Python imports it → extra, as `pip install 'halflife-lm[extra]'` names it.
@@ -19,8 +20,10 @@ EXTRAS = {
 
 
 def install(*extras: str) -> str:
-    """Return the command that installs the extras."""
-    return f"pip install '{DISTRIBUTION}[{','.join(dict.fromkeys(extras))}]'"
+    """Return the command that installs the extras, from the checkout if this is one."""
+    checkout = Path(__file__).parents[1]
+    source = f"-e '{checkout}" if (checkout / "pyproject.toml").is_file() else f"'{DISTRIBUTION}"
+    return f"pip install {source}[{','.join(dict.fromkeys(extras))}]'"
 
 
 def missing(what: str, *packages: str) -> ModuleNotFoundError:

@@ -216,7 +216,9 @@ def verdict(folder, monkeypatch, *rules, given=(), fair=True):
     monkeypatch.setattr(claims, "RESULTS", folder)
     claims.results.cache_clear()
     a, b = (f'accuracy("trained.csv", "{name}", "capacity")' for name in ("new", "base"))
-    claim = claims.Claim("here", "it is so", rules=rules, given=given, names={"a": a, "b": b}, fair=fair)
+    claim = claims.Claim(
+        "here", "it is so", rules=rules, given=dict.fromkeys(given, ""), names={"a": a, "b": b}, fair=fair
+    )
     reading = claims.read(claim)
     claims.results.cache_clear()
     return reading.verdict, reading.reason
@@ -260,6 +262,14 @@ def test_too_little_evidence_is_open(tmp_path, monkeypatch):
     written(tmp_path, seeds=2, rates=2)
     assert verdict(tmp_path, monkeypatch, rule) == ("open", "2 seeds and 2 learning rates")
     written(tmp_path, base=0.5)
-    assert verdict(tmp_path, monkeypatch, rule, given=[LEARNED]) == ("open", f"`{LEARNED}` is false")
+    assert verdict(tmp_path, monkeypatch, rule, given=[LEARNED]) == ("open", "`base` has not learned its task")
     with pytest.raises(ValueError, match=r"trained.csv has no row of new, capacity, length 9"):
         verdict(tmp_path, monkeypatch, 'low(accuracy("trained.csv", "new", "capacity", 9)) > 0')
+
+
+def test_an_open_claim_says_why_in_words():
+    """No cell of a claim has code, but for names of models; and every condition has words."""
+    evidence = claims.PAGE.read_text(encoding="utf-8").split("## Where a paper")[0]
+    assert not re.search(r"`[^`]*[()=<>][^`]*` is ", evidence)
+    for condition, words in [item for own in claims.load()[2].values() for one in own for item in one.given.items()]:
+        assert re.fullmatch(r"(`[^`]+`|[^`]+)[^()`]*", claims._words(condition, words)), condition

@@ -6,6 +6,7 @@ import random
 import resource
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ def test_repeated_options_add_up(arguments, sets):
     """Without that the first `--set` would be dropped without a word."""
     command = parse(["compare", "mamba2", "--lr", "0.1", *arguments, "--lr", "0.2"])
     assert (command.models, command.lr, command.job.set) == (("mamba2",), (0.1, 0.2), sets)
+
+
+def test_a_warning_is_one_line_without_a_path(monkeypatch, capsys):
+    def run(self):
+        print(warnings.formatwarning("the slow state stays empty", UserWarning, __file__, 1), end="")
+
+    monkeypatch.setattr(command_class("list"), "run", run)
+    main(["list"])
+    assert capsys.readouterr().out == "halflife: warning: the slow state stays empty\n"
+    assert __file__ in warnings.formatwarning("x", UserWarning, __file__, 1)  # other code keeps Python's form
 
 
 def test_compare_end_to_end(tmp_path, capsys):

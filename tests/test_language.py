@@ -29,6 +29,7 @@ from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.trust import confirm
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
+from halflife.extras import install
 from halflife.files import folder_lock
 from halflife.lab.experiments import train as language
 from halflife.lab.experiments.values import parse_count
@@ -452,7 +453,7 @@ def test_a_sample_begins_with_one_document(text, tmp_path, monkeypatch):
 def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made(text, tmp_path, refused, monkeypatch):
     monkeypatch.setattr("halflife.extras.importlib.util.find_spec", lambda name: None if name == "tensorboard" else 1)
     message = refused("train", *arguments(text, tmp_path / "out"), "--tensorboard")
-    assert message == "halflife: --track tensorboard needs tensorboard: pip install 'halflife-lm[tensorboard]'\n"
+    assert message == f"halflife: --track tensorboard needs tensorboard: {install('tensorboard')}\n"
     assert not (tmp_path / "out").exists()
 
 

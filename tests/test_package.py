@@ -194,8 +194,8 @@ def test_all_has_what_every_command_needs(requirements):
 def test_an_error_about_a_package_says_what_installs_it(monkeypatch):
     error = missing("x", "matplotlib")
     assert isinstance(error, ImportError)
-    assert str(error) == "x needs matplotlib: pip install 'halflife-lm[report]'"
-    assert install("train", "report", "train") == "pip install 'halflife-lm[train,report]'"
+    assert str(error) == f"x needs matplotlib: pip install -e '{ROOT}[report]'"
+    assert install("train", "report", "train") == f"pip install -e '{ROOT}[train,report]'"
     monkeypatch.setitem(EXTRAS, "nosuch", "train")
     assert_raises(ImportError, r"^x needs nosuch: ", require, "x", "numpy", "nosuch")
 

@@ -16,6 +16,7 @@ import pytest
 from helpers import assert_raises, cases
 from tiny_runs import tiny
 
+from halflife.extras import install
 from halflife.runs import slurm
 from halflife.runs.sweep import Job
 from halflife.training.fit import StoppedBySignal
@@ -45,7 +46,7 @@ def test_submitit_is_asked_for_before_a_folder_is_made(refused, monkeypatch, tmp
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "submitit" else real(name))
     error = refused("compare", "mamba2", "--on", "slurm")
-    assert error == "halflife: --on slurm needs submitit: pip install 'halflife-lm[slurm]'\n"
+    assert error == f"halflife: --on slurm needs submitit: {install('slurm')}\n"
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,7 @@ import torch
 from tiny_runs import tiny
 
 from halflife import preset
-from halflife.extras import EXTRAS
+from halflife.extras import EXTRAS, install
 from halflife.files import flatten
 from halflife.models import LanguageModel
 from halflife.report.tracking import observe_decays
@@ -46,7 +46,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_a_folder_is_made(name, 
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == name else real(package))
     monkeypatch.chdir(tmp_path)
-    error = f"halflife: --track {name} needs {name}: pip install 'halflife-lm[{name}]'\n"
+    error = f"halflife: --track {name} needs {name}: {install(name)}\n"
     assert refused("compare", "mamba2", "--track", name) == error
     assert refused("train", "mamba2", "--data", "nothing.txt", "--track", name) == error
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from halflife import __version__, extensions
 from halflife.cli.groups import option_types, replace_options
-from halflife.cli.options import check_device, one_line_errors, read_options, silence_stdout
+from halflife.cli.options import check_device, one_line_errors, one_line_warnings, read_options, silence_stdout
 from halflife.extras import EXTRAS, install, missing, require
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
             command = read_command(arguments)
             require(f"halflife {arguments[0]}", *NEEDS.get(arguments[0], ()))
             check_device(getattr(command, "device", None))
-            command.run()
+            with one_line_warnings():
+                command.run()
         finally:
             sys.stdout.flush()  # here, because Python reports an error at its exit
     except BrokenPipeError:

@@ -82,10 +82,10 @@ class Place(Execution):
     """Where and how the runs are done."""
 
     on: str = "local"
-    """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (pip
-    install 'halflife-lm[sweep]'); ray://host:port, on that Ray cluster, whose machines must all see the folder under
-    the same path (a shared file system); slurm, each as a job of Slurm (pip install 'halflife-lm[slurm]'). A run whose
-    worker or job dies continues from its last checkpoint, up to 5 times."""
+    """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (the
+    extra sweep); ray://host:port, on that Ray cluster, whose machines must all see the folder under the same path (a
+    shared file system); slurm, each as a job of Slurm (the extra slurm). A run whose worker or job dies continues from
+    its last checkpoint, up to 5 times."""
     slurm: tuple[str, ...] = ()
     """Options of sbatch for --on slurm, as name=value: time=720 (minutes of a run, always needed) partition=gpu
     account=mine mem=16GB …."""

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -169,6 +170,17 @@ ADVICE = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Print warnings without the place in the code that raised them."""
+    kept = warnings.formatwarning
+    warnings.formatwarning = lambda message, *place, **line: f"halflife: warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = kept
 
 
 @contextmanager
