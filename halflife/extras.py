@@ -11,7 +11,7 @@ EXTRAS = {
     "tyro": "cli", "rich": "cli", "yaml": "cli",
     "transformers": "train", "accelerate": "train", "huggingface_hub": "train", "datasets": "train",
     "pyarrow": "train", "filelock": "train",
-    "matplotlib": "report", "jinja2": "report", "markupsafe": "report",
+    "matplotlib": "report", "jinja2": "report", "markupsafe": "report", "PIL": "report",
     "fla": "gpu", "lm_eval": "eval", "ray": "sweep", "submitit": "slurm",
     "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow",
     "fastapi": "serve", "uvicorn": "serve", "starlette": "serve", "pydantic": "serve",

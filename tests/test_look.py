@@ -18,11 +18,13 @@ from halflife.analysis.look.lens import half_lives
 from halflife.analysis.look.observe import READ, Place, observe
 from halflife.analysis.look.readings import OpReading
 from halflife.cli import main
+from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.ops.backends import dispatch
 from halflife.ops.log_linear.rows import levels
 from halflife.ops.spec import OPS
 from halflife.report.look import find_pairs
+from halflife.report.look_picture import EDGE, SHARPNESS, WIDTH, cells, mixed
 from halflife.report.page.look import LARGEST_PAGE
 
 T, H, K, V = 11, 4, 6, 5
@@ -382,3 +384,29 @@ def test_mixers_without_a_conversion_are_refused_by_name():
 
     model = ForeignModel(foreign_models.build("minimax"), "minimax")
     assert_raises(ValueError, "the mixers of a minimax are not converted; .* qwen3_next", look, model, torch.arange(9))
+
+
+def test_a_picture_and_a_film_have_the_shares(tmp_path):
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    model = tiny("mamba2", vocab_size=256).float()
+    lens = halflife.look(model, list(b"#<a> b\nc d"), tokenizer=ByteTokenizer())
+    text = lens.picture(tmp_path / "look.svg").read_text()
+    boxes = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="8.4" height="19" fill="(#\w+)"( stroke)?', text)
+    assert len(boxes) == 3 * 10
+    slowest = next(lens.details(lens.ranked()[:1]))
+    assert [fill for *_, fill, _ in boxes[:10]] == [mixed(share) for share in slowest.left.values[-1].tolist()]
+    assert [bool(stroke) for *_, stroke in boxes[:10]] == [False] * 9 + [True]
+    assert {x for x, *_ in boxes[:7]} == {f"{EDGE + WIDTH * i:.1f}" for i in range(7)}
+    assert boxes[7][0] == boxes[0][0]  # after the end of the line
+    assert "&lt;" in text
+    assert mixed(0) == "#ffffff"
+    with Image.open(lens.picture(tmp_path / "look.png")) as picture:
+        x, y = (SHARPNESS * (float(z) + 1) for z in boxes[0][:2])
+        assert "#{:02x}{:02x}{:02x}".format(*picture.getpixel((int(x) + 1, int(y) + 1))) == boxes[0][2]
+    with Image.open(lens.film(tmp_path / "look.png")) as film:
+        assert film.n_frames == 10  # one for each token of a short text
+    assert_raises(ValueError, "must end in .webp, .png, .gif", lens.film, "look.svg")
+    assert len(cells(["12", "345"] * 40, True)) == 80
+    assert cells(["12", "345"] * 40, True)[-1].row == 3

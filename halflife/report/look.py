@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,12 +15,11 @@ from halflife.analysis.look import Lens
 from halflife.analysis.look import look as measure
 from halflife.analysis.look.lens import Head
 from halflife.analysis.readable import Progress, Readable, ignore
-from halflife.data.tokenizers import OF_BYTES, check_ids, load_tokenizer
 from halflife.evaluation import evaluating
+from halflife.extras import require
 from halflife.files import RUN_JSON, read_bytes, read_json_object, write_text
 from halflife.models import LanguageModel
-from halflife.models.convert import TOKENIZER
-from halflife.report.page.look import Pair, look_page
+from halflife.report.page.look import Pair, look_page, typical_heads
 from halflife.tasks import build, stream_seed
 
 
@@ -49,6 +48,27 @@ class Look(Lens):
         """Write the page of `html`, and return its path."""
         write_text(Path(path), self.html(chosen, progress))
         return Path(path)
+
+    def picture(self, path: str | Path) -> Path:
+        """Write what is left at the last token, in the slowest, the median and the fastest head, as .png or .svg."""
+        require("a picture of a lens", "matplotlib", "PIL")
+        from halflife.report.look_picture import write_picture
+
+        write_picture(next(self._scenes(1)), Path(path))
+        return Path(path)
+
+    def film(self, path: str | Path) -> Path:
+        """Write an animation of ten seconds in which the cursor moves across the text, as .webp, .png or .gif."""
+        require("a film of a lens", "matplotlib", "PIL")
+        from halflife.report.look_picture import FRAMES, write_film
+
+        write_film(self._scenes(FRAMES), Path(path))
+        return Path(path)
+
+    def _scenes(self, count: int) -> Iterator[Any]:
+        from halflife.report.look_picture import scenes
+
+        return scenes(self, self.tokens, self.title, self.numbers, typical_heads(self), count)
 
     def _repr_html_(self) -> str:
         return (
@@ -91,29 +111,21 @@ def decoded(tokenizer: Any, token: int) -> str:
     return "·" if "\ufffd" in text else text
 
 
-def read_text(
-    model: Readable, folder: Path, files: Sequence[Path], tokenizer: str | None, tokens: int
-) -> tuple[Tensor, list[int], Any]:
-    """The ids `[T]` of files, the tokens of each of them, and the tokenizer. Each file is a document.
+def read_text(files: Sequence[Path], tokenizer: Any, tokens: int) -> tuple[Tensor, list[int]]:
+    """The first ids of files, at most `tokens`, and the number of tokens of each file. Each file is a document.
 
     Raises:
-        FileNotFoundError: a file or the tokenizer is missing.
-        ValueError: the text is empty, or the model has another vocabulary.
+        FileNotFoundError: a file is missing.
+        ValueError: there is no token.
     """
-    if tokenizer is None and any((folder / name).is_file() for name in TOKENIZER):
-        tokenizer = str(folder)
-    reads = load_tokenizer(tokenizer or "bytes")
     documents: list[Tensor] = []
     for file in files:
-        room = tokens - sum(map(len, documents))
-        ids = torch.from_numpy(reads.encode(read_bytes(file))[:room])
+        ids = torch.from_numpy(tokenizer.encode(read_bytes(file))[: tokens - sum(map(len, documents))])
         if len(ids):
             documents.append(ids)
     if not documents:
         raise ValueError(f"there is no token to read in {', '.join(map(str, files))}")
-    ids = torch.cat(documents).long()
-    check_ids(model.config, ids, None if tokenizer in (None, *OF_BYTES) else tokenizer)
-    return ids, [len(one) for one in documents], reads
+    return torch.cat(documents).long(), [len(one) for one in documents]
 
 
 def read_task(model: Readable, folder: Path, tokens: int | None = None) -> tuple[Tensor, list[Pair], str]:

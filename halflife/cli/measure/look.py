@@ -45,6 +45,10 @@ class Look:
     """The page to write. Default: look.html in the folder, or look-<owner>--<name>.html for the hub."""
     exact: Path | None = None
     """Also write the exact numbers of the heads named by --heads to this .npz file."""
+    picture: Path | None = None
+    """Also write a picture of the slowest, the median and the fastest head at the last token, .png or .svg."""
+    film: Path | None = None
+    """Also write a film of ten seconds in which the cursor moves across the text, .webp, .png or .gif."""
     device: str | None = None
     """Device of the model. Default: the GPU if there is one, else the CPU."""
     quiet: bool = False
@@ -53,7 +57,10 @@ class Look:
     def run(self) -> None:
         from halflife.analysis.look.foreign import has_readings, load_for_lens
         from halflife.analysis.look.tables import write_exact
+        from halflife.cli.checkpoint import load_tokenizer
         from halflife.cli.options import default_device, progress_bar
+        from halflife.data import tokenizers
+        from halflife.extras import require
         from halflife.models.load import checkpoints
         from halflife.registry import unknown
         from halflife.report.look import look, read_task, read_text
@@ -64,6 +71,11 @@ class Look:
             raise ValueError(f"a lens needs 2 tokens or more; got --tokens {self.tokens}")
         if self.exact is not None and not self.heads:
             raise ValueError("--exact writes the numbers of the heads that --heads names, as --heads 0.3 2.1")
+        if self.picture or self.film:
+            require("--picture and --film", "matplotlib", "PIL")
+            from halflife.report.look_picture import check_suffixes
+
+            check_suffixes(self.picture, self.film)
         root = local_folder(self.folder)
         found = checkpoints([root], has_readings)
         label = self.model or next(iter(found))
@@ -72,7 +84,11 @@ class Look:
         folder = found[label]
         model = load_for_lens(folder, default_device(self.device))
         if self.text:
-            ids, documents, tokenizer = read_text(model, folder, self.text, self.tokenizer, self.tokens or TOKENS)
+            if self.tokenizer is None:
+                tokenizer = load_tokenizer(folder, model.config.vocab_size)
+            else:
+                tokenizer = tokenizers.load_tokenizer(self.tokenizer, model.config.vocab_size)
+            ids, documents = read_text(self.text, tokenizer, self.tokens or TOKENS)
             pairs, title = [], f"{label} reads {self.text[0].name}"
         else:
             ids, pairs, task = read_task(model, folder, self.tokens)
@@ -91,6 +107,10 @@ class Look:
         if self.exact is not None:
             write_exact(lens, chosen, self.exact)
             print(f"written: {self.exact}")
+        if self.picture is not None:
+            print(f"written: {lens.picture(self.picture)}")
+        if self.film is not None:
+            print(f"written: {lens.film(self.film)}")
         print(f"written: {output}")
 
 

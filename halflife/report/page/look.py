@@ -55,7 +55,7 @@ def look_page(
         pairs: the pairs of a recall task.
         progress: is called with 1 for each head.
     """
-    labels = _labels(lens)
+    labels = typical_heads(lens)
     heads = list(dict.fromkeys([*chosen, *labels, *_spread(lens)]))
     count, listed = _room(len(tokens), len(heads))
     cursors = max(48, STORED // max(1, len(tokens)))
@@ -86,7 +86,7 @@ def look_page(
     return _render(title, data, lens, len(shown))
 
 
-def _labels(lens: Lens) -> dict[Head, str]:
+def typical_heads(lens: Lens) -> dict[Head, str]:
     """The slowest, the median and the fastest head, with these names."""
     ranked = lens.ranked()
     names = ((len(ranked) // 2, "median"), (len(ranked) - 1, "fastest"), (0, "slowest"))
