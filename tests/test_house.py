@@ -16,7 +16,7 @@ FLOORS = (
     ("decay",),
     ("layers",),
     ("models",),
-    ("data", "hf", "evaluation"),
+    ("data", "hf", "evaluation", "parallel"),
     ("training", "serve", "export"),
     ("analysis",),
     ("runs",),

@@ -121,6 +121,8 @@ class TrainExecution(Execution):
 
     fsdp: bool = False
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
+    context_parallel: int = 1
+    """With torchrun, processes that share each row: each has a piece, and states pass from one to the next."""
     tensorboard: bool = False
     """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
@@ -147,6 +149,8 @@ class Train:
       halflife train --config run.yaml --lr 3e-3
       halflife train --resume runs/20260101-120000-mamba2
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp
+      torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --context 262144 \
+          --batch-size 1 --context-parallel 8
     """
 
     model: Positional[str | None] = None
@@ -180,7 +184,8 @@ class Train:
 
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
         execution = ExecutionConfig(
-            micro_batch_size=rows, gradient_checkpointing=own.gradient_checkpointing, fsdp=own.fsdp, show=show,
+            micro_batch_size=rows, gradient_checkpointing=own.gradient_checkpointing, fsdp=own.fsdp,
+            context_parallel=own.context_parallel, show=show,
             **track_options((*own.track, *["tensorboard"] * own.tensorboard)),
         )  # fmt: skip
         if own.tensorboard:

@@ -206,6 +206,8 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
     ) -> tuple[Tensor, ModelState]:
         """Return the hidden states `[B, T, D]` and the new state; append the inputs of the blocks to `trace`."""
         shape, index = tokens.shape[:2], None
+        if self.context_parallel is not None and (mask is not None or bounds is not None):
+            raise ValueError("pieces on several processes are rows here; `LanguageModel` takes packed and padded ones")
         if mask is not None:
             tokens, lengths, index = layers.unpad(tokens, mask)
             bounds = lengths if bounds is None else bounds

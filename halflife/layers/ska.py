@@ -183,6 +183,7 @@ class SKA(DecayGate):
         if mode != "chunk" and (decode_refresh is not None or refresh != "chunk"):
             raise ValueError(f"refresh and decode_refresh are options of mode 'chunk'; got mode {mode!r}")
         self.mode, self.decode_refresh = mode, decode_refresh or refresh
+        self.reads_in_pieces = mode == "chunk" and normalization in ("causal", "trace")
         hidden_size, num_heads = place.hidden_size, place.num_heads
         self.num_heads, width = num_heads, value_dim or place.head_size()
         sizes = {"none": rank, "cg": 2 * rank // 3, "cg_projected": rank + rank % 2}

@@ -116,6 +116,7 @@ class Backbone(nn.Module):
     tpe: Toeplitz | None
     blocks: nn.ModuleList
     norm: nn.Module
+    context_parallel: Any = None  # a `halflife.parallel.ContextParallel`, if ids are pieces on several processes
 
     def hidden(
         self,
@@ -152,15 +153,18 @@ class Backbone(nn.Module):
             shared = SharedTensors({name: layers.unpad(shared[name], attention_mask)[0] for name in shared})
             ids, bounds, index = layers.unpad(ids, attention_mask)
             packing = Packing(1, ids.shape[1], bounds)
+        context, padded = self.context_parallel, index is not None
         x, new, toeplitz = self.embedding_norm(self._embed(ids)), [], []
         if self.embedding_dropout:
             x = F.dropout(x, self.embedding_dropout, self.training)
         if self.tpe is not None:
-            encoded, tpe_state = self.tpe(x, None if state is None else state[-1], packing)
+            run = self.tpe if context is None else context.around(self.tpe, padded)
+            encoded, tpe_state = run(x, None if state is None else state[-1], packing)
             x, toeplitz = (x + encoded if self.tpe.adds else encoded), [tpe_state]
         for i, block in enumerate(self.blocks):
             before = None if state is None else state[i]
             run = block if call is None else partial(call, block)
+            run = run if context is None else context.around(run, padded)
             x, layer_state = run(x, before, packing, shared=shared)
             new.append(layer_state)
         new += toeplitz

@@ -115,6 +115,7 @@ class ExecutionConfig:
         gradient_checkpointing: whether to recompute the activations of a block in the backward pass.
         fsdp: whether to shard parameters, gradients and optimiser over the processes (FSDP2). Otherwise each process
             holds all of them (DDP).
+        context_parallel: processes that share each row, of which each has a piece (`halflife.parallel`).
         track: names of `TRACKERS`, to which the run is reported (`training.trackers`).
         sweep: the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run
             by itself.
@@ -130,6 +131,7 @@ class ExecutionConfig:
     micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
     fsdp: bool = False
+    context_parallel: int = 1
     track: tuple[str, ...] = ()
     sweep: Path | None = None
     observe: Callable[..., Any] | None = None
@@ -142,11 +144,23 @@ class ExecutionConfig:
         if "WORLD_SIZE" not in os.environ:
             if self.fsdp:
                 raise ValueError("fsdp shards over the processes of torchrun: start the command with torchrun")
+            if self.context_parallel > 1:
+                raise ValueError("context_parallel needs the processes of torchrun: start the command with torchrun")
             if rank() != 0:
                 raise ValueError(
                     f"the environment has RANK={os.environ['RANK']} and no WORLD_SIZE, so this process would save "
                     "nothing; start the command with torchrun, or unset RANK"
                 )
+
+        if self.context_parallel < 1 or world_size() % self.context_parallel:
+            raise ValueError(f"context_parallel={self.context_parallel} does not divide {world_size()} processes")
+        if self.context_parallel > 1 and self.fsdp:
+            raise ValueError("with fsdp all processes meet at each block; with context_parallel they are a block apart")
+
+    @property
+    def replicas(self) -> int:
+        """The processes that have rows of their own, or groups of `context_parallel` ones."""
+        return world_size() // self.context_parallel
 
     def num_micro_batches(self, batch_size: int) -> int:
         """The number of micro-batches of a batch, over all processes.
@@ -154,11 +168,12 @@ class ExecutionConfig:
         Raises:
             ValueError: the processes and micro-batches cannot share the rows of a batch equally.
         """
-        world, micro = world_size(), self.micro_batch_size
+        world, micro = self.replicas, self.micro_batch_size
         rows = batch_size // world if micro is None else micro
         if rows < 1 or batch_size % (rows * world):
             raise ValueError(
                 f"a batch of {batch_size} rows cannot be shared equally by {world} process{'es' * (world > 1)}"
+                f"{'' if self.context_parallel == 1 else f' of {self.context_parallel} pieces'}"
                 f"{'' if micro is None else f' in micro-batches of {micro}'}"
             )
         return batch_size // rows

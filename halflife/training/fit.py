@@ -23,10 +23,11 @@ from halflife.models.loss import mean_loss
 from halflife.ops.linear import fast_linears
 from halflife.tasks import IGNORED
 from halflife.training.carried import CarriedStates
-from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank, world_size
+from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank
 from halflife.training.schedules import BY_EPOCH
 
 if TYPE_CHECKING:
+    from halflife.parallel import ContextParallel
     from halflife.training.callbacks import Metrics
     from halflife.training.speed import Speed
 
@@ -45,6 +46,7 @@ class Objective(nn.Module):
         self.model = model
         self.recompute = recompute
         self.carried = CarriedStates()
+        self.context: ContextParallel | None = None
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None,
@@ -64,11 +66,18 @@ class Objective(nn.Module):
         call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
         carried = part if self.model.training else None
         state = None if carried is None else self.carried.before(carried)
-        hidden, after = self.model.hidden(input_ids, state, cu_seqlens=cu_seqlens, action_mask=action_mask, call=call)
+        self.model.context_parallel = self.context if torch.is_grad_enabled() else None
+        try:
+            hidden, after = self.model.hidden(input_ids, state, cu_seqlens, action_mask=action_mask, call=call)
+        finally:
+            self.model.context_parallel = None  # what reads the model beside the training has whole rows
         if carried is not None:
             self.carried.after(carried, after)
         scored = labels != IGNORED
-        loss = mean_loss(hidden[scored], self.model.head_or_weight, labels[scored])
+        if self.context is not None and not scored.any():  # of this piece, but the gradients of states are
+            loss = self.model.logits(hidden[:, :1]).sum() * 0
+        else:
+            loss = mean_loss(hidden[scored], self.model.head_or_weight, labels[scored])
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
 
@@ -169,6 +178,8 @@ def fit(
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
     if execution.fsdp:
         sharding.shard(objective, arguments.device)
+    if execution.context_parallel > 1:
+        objective.context, data = split_rows(objective, data, execution, arguments.device)
     callbacks = [metrics, stop, *([bar] if execution.show and rank() == 0 else [])]
     kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
     trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)
@@ -194,6 +205,20 @@ def fit(
     return None, metrics
 
 
+def split_rows(
+    objective: Objective, data: Dataset[dict[str, Tensor]], execution: ExecutionConfig, device: torch.device
+) -> tuple[ContextParallel, Dataset[dict[str, Tensor]]]:
+    """Share each row among `execution.context_parallel` processes: their line, and the data in pieces."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from halflife.parallel import Pieces, context_parallel
+
+    shape = execution.replicas, execution.context_parallel
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("rows", "context"))
+    context, objective.model.context_parallel = context_parallel(objective, mesh["context"]), None
+    return context, Pieces(data, execution.context_parallel)
+
+
 class StoppedBySignal(Exception):
     """A run that received the signal `number` has saved a checkpoint and stopped. It can be resumed."""
 
@@ -216,7 +241,7 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         output_dir=str(folder / CHECKPOINTS),
         max_steps=config.steps,
         per_device_train_batch_size=1,  # an item of the data set is a whole micro-batch
-        gradient_accumulation_steps=execution.num_micro_batches(config.batch_size) // world_size(),
+        gradient_accumulation_steps=execution.num_micro_batches(config.batch_size) // execution.replicas,
         train_sampling_strategy="sequential",
         learning_rate=config.learning_rate,
         lr_scheduler_type="constant" if by_epoch else config.schedule,

@@ -132,6 +132,8 @@ def run_language(
     from halflife.report.redraw import write_report
     from halflife.runs.samples import write_samples
 
+    if execution.context_parallel > 1 and config.mode == "continued":
+        raise ValueError("--carry-state continues whole rows, and --context-parallel cuts rows into pieces")
     first = rank() == 0
     with folder_lock(folder) if first else nullcontext():
         run = config.open(execution.show and first)

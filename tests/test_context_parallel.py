@@ -1,0 +1,234 @@
+"""A sequence over several processes equals that of one process: outputs, states and all gradients."""
+
+import json
+import subprocess
+import sys
+import threading
+from copy import deepcopy
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from combinations import SIZES, combinations
+from helpers import assert_close, assert_raises
+from pairwise import slow_beyond
+from torch.distributed import HashStore, ProcessGroupGloo
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+from halflife.cli import main
+from halflife.hf import HalflifeForCausalLM
+from halflife.layers.mixer import Mixer
+from halflife.models import LanguageModel, preset
+from halflife.parallel import Piece, Pieces, context_parallel
+from halflife.training.config import ExecutionConfig
+
+# Those with a norm of the whole sequence, or of the first call, read it otherwise in pieces.
+NAMES = [name for name in combinations()[0] if "ska_paper" not in name and not name.startswith("echo_paper")]
+FAST = ["mamba2+post+gate_rank", "gated_deltanet", "rwkv7", "llama", "mamba2+ska"]
+EXACT = 4 * 2.0e-12  # the worst measured error, of all names
+VOCABULARY = SIZES["vocab_size"]
+BOUNDS = torch.tensor([0, 4, 10, 13, 13, 20, 30])
+
+
+def on_ranks(size, work):
+    """The results of `work(group)` on each of `size` ranks, which are threads here."""
+    store, found, groups = HashStore(), [None] * size, [None] * size  # a group that ends takes its messages with it
+
+    def run(rank):
+        try:
+            groups[rank] = ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+            found[rank] = work(groups[rank])
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return found
+
+
+def build(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = LanguageModel(preset(name, **SIZES)).to(dtype)
+    for x in model.parameters():  # zeros hide terms
+        x.data += 0.05 * torch.randn_like(x)
+    return model
+
+
+def draw(*shape):
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+def measured(logits, labels, state, model, rows=slice(None)):
+    """What two runs are compared by, without the gradients that other ranks have parts of."""
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    parts = {f"{i} {key}": x[rows].detach() for i, layer in enumerate(state) for key, x in layer.items()}
+    return {"logits": logits.detach(), **{key: x for key, x in parts.items() if x.is_floating_point()}}
+
+
+def gradients(model):
+    return {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+
+
+def compare(name, size, length, bounds=None, call=None, **options):
+    """Compare a model on `size` ranks with itself on one; return the bytes that each rank has sent."""
+    model, rows = build(name), 2 if bounds is None else 1
+    ids, labels = draw(2, rows, length)
+    copies = [deepcopy(model) for _ in range(size)]
+    last = slice(None) if bounds is None else slice(-1, None)
+    want = measured(*forward(model, ids, labels, bounds, call, **options), last) | gradients(model)
+
+    def work(group):
+        copy = copies[group.rank()]
+        context = context_parallel(copy, group)
+        parts = {key: context.piece.of(x) for key, x in options.items()}
+        cut = None if bounds is None else context.piece.boundaries(bounds)
+        got = measured(*forward(copy, context.piece.of(ids), context.piece.of(labels), cut, call, **parts), last)
+        context.add_gradients(copy)
+        return got, context.sent
+
+    found = on_ranks(size, work)
+    logits = torch.cat([got["logits"] for got, _ in found], 1)
+    assert_close({**found[-1][0], "logits": logits, **gradients(copies[0])}, want, EXACT)
+    for copy in copies[1:]:
+        assert_close(gradients(copy), gradients(copies[0]), 0.0)
+    return [sent for _, sent in found]
+
+
+def forward(model, ids, labels, bounds, call, **options):
+    hidden, state = model.hidden(ids, None, bounds, call=call, **options)
+    return model.logits(hidden), labels, state, model
+
+
+@pytest.mark.parametrize("name", slow_beyond(FAST, NAMES))
+def test_pieces_on_ranks_equal_the_whole(name):
+    compare(name, 2, 21)
+
+
+@pytest.mark.parametrize("name", slow_beyond(FAST, NAMES))
+def test_documents_end_anywhere(name):
+    compare(name, 3, 30, BOUNDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_any_number_of_ranks_and_ranks_without_tokens(name, size):
+    compare(name, size, 4)
+    compare(name, size, 67)
+
+
+def test_padding_and_activation_checkpoints():
+    mask = torch.ones(2, 21, dtype=torch.long)
+    mask[0, :13], mask[1, 18:] = 0, 0
+    compare("mamba2+post+gate_rank", 2, 21, attention_mask=mask)
+    compare("rwkv7", 2, 21, call=partial(checkpoint, use_reentrant=False))
+
+
+def test_bytes_do_not_depend_on_the_length():
+    for name in ("mamba2+post+gate_rank", "gated_deltanet", "rwkv7"):
+        short, long = (sum(compare(name, 2, length)) for length in (21, 150))
+        assert abs(long - short) <= 64  # digits of numbers in the descriptions
+
+
+def test_a_state_is_given_to_the_first_rank():
+    model = build("gated_deltanet")
+    ids = draw(2, 40)
+    with torch.no_grad():
+        state = model(ids[:, :19])[1]
+        want = model(ids)[0][:, 19:]
+
+    def work(group):
+        copy = deepcopy(model)
+        context = context_parallel(copy, group)
+        with torch.no_grad():
+            return copy(context.piece.of(ids[:, 19:]), state if group.rank() == 0 else None)[0]
+
+    assert_close({"o": torch.cat(on_ranks(2, work), 1)}, {"o": want}, EXACT)
+
+
+def test_models_of_transformers():
+    model, ids = HalflifeForCausalLM.of(build("mamba2")), draw(2, 21)
+    want = model(ids).logits.detach()
+
+    def work(group):
+        copy = deepcopy(model)
+        context = context_parallel(copy, group)
+        mask = torch.ones(2, 21, dtype=torch.long).index_fill(1, torch.tensor([0]), 0)
+        assert_raises(ValueError, "pieces on several processes are rows", copy, ids, attention_mask=mask)
+        return copy(context.piece.of(ids)).logits.detach()
+
+    assert_close({"logits": torch.cat(on_ranks(2, work), 1)}, {"logits": want}, EXACT)
+
+
+class Rows(list, Dataset):
+    pass
+
+
+def test_pieces_of_batches():
+    batch = {"input_ids": torch.arange(30).view(1, 30), "cu_seqlens": BOUNDS}
+    pieces = Pieces(Rows([batch, batch]), 3)
+    assert len(pieces) == 6
+    found = [pieces[i] for i in range(3, 6)]
+    assert torch.equal(torch.cat([x["input_ids"] for x in found], 1), batch["input_ids"])
+    assert [x["cu_seqlens"].tolist() for x in found] == [[0, 4, 10], [0, 0, 3, 3, 10], [0, 0, 10]]
+    assert [Piece(rank, 4).bounds(3) for rank in range(4)] == [(0, 0), (0, 1), (1, 2), (2, 3)]
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    for name in ("echo_paper", "mamba2+ska_paper"):
+        assert_raises(ValueError, "otherwise than as a whole: blocks.1.mixer", context_parallel, build(name), group)
+    assert_raises(ValueError, "Linear holds no model", context_parallel, torch.nn.Linear(1, 1), group)
+    assert_raises(ValueError, "no process group", context_parallel, build("mamba2"))
+    assert_raises(ValueError, "start the command with torchrun", ExecutionConfig, context_parallel=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    assert_raises(ValueError, "does not divide 4 processes", ExecutionConfig, context_parallel=3)
+    assert_raises(ValueError, "a block apart", ExecutionConfig, context_parallel=2, fsdp=True)
+    assert ExecutionConfig(context_parallel=2).num_micro_batches(6) == 2
+    assert_raises(ValueError, "2 processes of 2 pieces", ExecutionConfig(context_parallel=2).num_micro_batches, 5)
+
+
+@pytest.mark.slow
+def test_every_layer_that_reads_otherwise_says_so():
+    for name in combinations()[0]:
+        model = LanguageModel(preset(name, **SIZES))
+        refused = [part for part in model.modules() if isinstance(part, Mixer) and not part.reads_in_pieces]
+        assert bool(refused) == (name not in NAMES), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", ["concatenated", "packed"])
+def test_training_has_the_losses_of_one_process(tmp_path, documents):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(20):
+        (text / f"{i}.txt").write_text(f"{i} is followed by {i + 1}. " * 60)
+    shared = [
+        "train", "mamba2+gate_rank", "--data", f"{text}/*.txt", "--held-out", "0.2", "--tokens", "4K",
+        "--context", "64", "--batch-size", "4", "--hidden-size", "16", "--num-layers", "2", "--documents", documents,
+        "--quiet",
+    ]  # fmt: skip
+    main([*shared, "--output", str(tmp_path / "one")])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "halflife.cli"]
+    own = ["--output", str(tmp_path / "four"), "--context-parallel", "2"]
+    done = subprocess.run([*torchrun, *shared, *own], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, four = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "four")
+    )
+    for key in ("loss", "grad_norm", "validation_loss"):
+        a, b = ([line[key] for line in lines if key in line] for lines in (one, four))
+        assert a == pytest.approx(b, rel=1e-5)
+        assert a
