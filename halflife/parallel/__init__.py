@@ -11,6 +11,7 @@ block apart. A pass of N ranks over L blocks takes as long as L + N − 1 blocks
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ __all__ = ["ContextParallel", "Piece", "Pieces", "context_parallel"]
 
 HEADER = 2  # numbers before each message: the bytes of its description and of its tensors
 _UNDER_WAY: dict[int, tuple[Any, Tensor]] = {}  # messages that are being sent, and the memory that they are sent from
+atexit.register(_UNDER_WAY.clear)  # before the threads of the group end
 
 
 def context_parallel(model: nn.Module, group: Any = None) -> ContextParallel:
