@@ -112,6 +112,12 @@ def _check_value(owner: str, name: str, value: Any, parameter: inspect.Parameter
         raise ValueError(f"{name} of {owner} must be a whole number, {least} or more; got {value!r}")
 
 
+def taken(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the options that `cls(…)` takes, for options that are offered to every class."""
+    known = constructor_parameters(cls)
+    return dict(options) if _takes_any(cls) else {name: value for name, value in options.items() if name in known}
+
+
 def check_options(owner: str, cls: type, options: Any, without: Collection[str] = ()) -> None:
     """Check that `options` is a mapping whose keys are parameters of `cls(…)`, other than those of `without`.
 
@@ -124,9 +130,12 @@ def check_options(owner: str, cls: type, options: Any, without: Collection[str] 
     if _takes_any(cls):
         return
     known = [name for name in constructor_parameters(cls) if name not in without]
+    wrong = [name for name in options if name not in known]
+    if len(wrong) > 1 and known:
+        raise ValueError(f"{owner} has no options {', '.join(map(repr, wrong))}; choose from {', '.join(known)}")
     for name in options:
         if name not in known:
-            none = ValueError(f"{owner} takes no options; got {name!r}")
+            none = ValueError(f"{owner} takes no options; got {', '.join(map(repr, wrong))}")
             raise unknown(f"option of {owner}", name, known) if known else none
         _check_value(owner, name, options[name], constructor_parameters(cls)[name])
 

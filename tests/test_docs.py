@@ -42,7 +42,7 @@ LANGUAGES = (*RUN, "text", "yaml", "mermaid")
 MARK = re.compile(r"slow: \d+ (second|minute|hour)s?|needs: [^<>]+|record")
 BUILTINS = ("cd", "export")
 NEED_ARGUMENTS = (
-    "spectrum", "forecast", "look", "train", "generate", "eval", "convert", "compare", "figures", "serve", "export",
+    "check", "spectrum", "forecast", "look", "train", "generate", "eval", "convert", "compare", "figures", "serve", "export",
     "quantize",
 )  # fmt: skip
 SHELL = re.compile(r"[|<>&;$*]")  # a line that contains one of these needs a shell

@@ -10,7 +10,10 @@ import pytest
 import torch
 from helpers import assert_raises
 
+from halflife.analysis import masks
 from halflife.analysis.decays import half_life
+from halflife.analysis.forecast.survey import measure_forecasts
+from halflife.analysis.masks import measure_masks
 from halflife.analysis.survey import measure_models
 from halflife.analysis.tables import write_tables
 from halflife.cli import main
@@ -92,6 +95,41 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
         measure_models([tmp_path / "2"], [text], tokenizer=str(tmp_path / "words"))
     with pytest.raises(FileNotFoundError, match=r"no tokenizer '\./nowhere'"):
         measure_models([tmp_path / "3"], [text], tokenizer="./nowhere")
+
+
+def test_a_tokenizer_in_the_folder_of_a_model_is_found(tmp_path):
+    """A run with a tokenizer of its own saves it there; spectrum, mask and forecast read the text with it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "speak": 1, "hear": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = checkpoint.save(tiny("tnl", vocab_size=3), tmp_path / "run")
+    (folder / "run.json").write_text(json.dumps({"context": 8, "seed": 0}))
+    (tmp_path / "text").write_text("hear hear speak louder " * 100)
+    with pytest.raises(ValueError, match="--tokenizer"):
+        measure_models([folder], [tmp_path / "text"])
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
+    assert measure_models([folder], [tmp_path / "text"], length=16).length == 16
+    ids = capture_ids(measure_masks, [folder], text=[tmp_path / "text"], tokens=4, sequences=1)
+    assert ids == [2, 2, 1, 0]
+    found = measure_forecasts([folder], [tmp_path / "text"], longest=2, beginning=4, text_window=8, examples=4)
+    assert [row.model for row in found.texts] == ["tnl"]
+    with pytest.raises(ValueError, match=r"too short: .* give [\d,]+ tokens or more"):
+        measure_forecasts([folder], [tmp_path / "text"], longest=32, beginning=4, text_window=8, examples=4)
+
+
+def capture_ids(measure, *arguments, **options):
+    """The first sequence that a model reads."""
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            masks,
+            "capture_gates",
+            lambda model, ids: read.append(ids) or [masks.Gates(0, ids.unsqueeze(-1).double(), None)],
+        )
+        measure(*arguments, **options)
+    return read[0][0].tolist()
 
 
 @pytest.fixture

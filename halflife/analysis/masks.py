@@ -31,8 +31,9 @@ from torch import Tensor
 
 from halflife.analysis.capture import capture
 from halflife.analysis.decays import half_life
+from halflife.analysis.readable import TextIds
 from halflife.analysis.records import Record
-from halflife.data.tokenizers import check_ids, pieces, read_ids
+from halflife.data.tokenizers import check_ids
 from halflife.evaluation import evaluating
 from halflife.files import RUN_JSON, read_json
 from halflife.layers.memory.log_linear import LogLinear
@@ -244,7 +245,8 @@ def measure_masks(
         task: a task to read, `name` or `name:tier`. Without text and task, each model reads the task of its training.
         tokens: the length of a sequence. Each is read from its start.
         sequences: the number of sequences.
-        tokenizer: for text, the name or folder of a tokenizer of transformers. None reads bytes.
+        tokenizer: for text, the name or folder of a tokenizer of transformers. None takes the one in the folder
+            of each model, and reads bytes where there is none.
         device: where the models run.
 
     Raises:
@@ -253,12 +255,12 @@ def measure_masks(
     """
     if text and task:
         raise ValueError("give a text or a task to read, not both")
-    gates = {}
+    source, gates = TextIds(text, tokenizer, tokens, sequences), {}
     for label, folder in checkpoints(folders).items():
         model = load_any(folder, device)
-        if text:
-            ids = pieces(read_ids(text, tokenizer), tokens, sequences)
-            check_ids(model.config, ids, tokenizer)
+        ids, name = source.ids_for(model, folder)
+        if ids is not None:
+            check_ids(model.config, ids, name)
         else:
             read = _validation_task(folder) if task is None else task
             ids = _task_ids(read, model.config, tokens, sequences)

@@ -41,12 +41,12 @@ def layer_kinds(model: Readable) -> list[str]:
 
 
 class TextIds:
-    """A text as token ids. Models of transformers have tokenizers of their own.
+    """A text as token ids. Models may have tokenizers of their own.
 
     Args:
         files: the files of the text. Without files there are no ids.
-        tokenizer: the name or folder of a tokenizer for all models. None takes the tokenizer beside each model of
-            transformers, and bytes for all others.
+        tokenizer: the name or folder of a tokenizer for all models. None takes the tokenizer beside each model, and
+            bytes where there is none.
         length: tokens of a sequence.
         sequences: the number of sequences, evenly spread over the text.
 
@@ -87,8 +87,8 @@ class TextIds:
 
 
 def _tokenizer_of(model: Readable, folder: Path) -> str | None:
-    """The tokenizer that belongs to a model of transformers, or None for bytes."""
-    if not isinstance(model, ForeignModel) or model.config.vocab_size == BYTE_VOCABULARY:
+    """The tokenizer in the folder of a model, or None for bytes."""
+    if model.config.vocab_size == BYTE_VOCABULARY:
         return None
     on_hub = not folder.exists()
     return str(folder) if on_hub or any((folder / name).is_file() for name in TOKENIZER) else None

@@ -68,8 +68,8 @@ def measure_models(
         sequences: the number of sequences, evenly spread over the text.
         train_length: T of the positions 1, T, 4T and 16T. None means the length in the model's `run.json` or PoST, or
             else the length that is read.
-        tokenizer: the name or folder of a tokenizer of transformers. None takes the tokenizer that a model of
-            transformers has in its folder, and reads bytes for all others.
+        tokenizer: the name or folder of a tokenizer of transformers. None takes the tokenizer in the folder of
+            each model, and reads bytes where there is none.
         device: where the models run.
         show: whether to draw a progress bar.
 

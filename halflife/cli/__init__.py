@@ -13,6 +13,7 @@ from halflife import __version__, extensions
 from halflife.cli.groups import option_types, replace_options
 from halflife.cli.options import check_device, one_line_errors, one_line_warnings, read_options, silence_stdout
 from halflife.extras import EXTRAS, install, missing, require
+from halflife.layers import LAYERS
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
 
@@ -48,6 +49,7 @@ COMMANDS = {
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
     "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
     "push": "share.push.Push", "look": "measure.look.Look",
+    "check": "measure.check.Check",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
 _PAGE = (*_FIGURES, "jinja2")
@@ -90,14 +92,22 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _import_extensions(arguments: list[str]) -> list[str]:
-    """Import the modules that `--import MODULE` names, before or after the command; return the other arguments."""
-    others = list(arguments)
+    """Import the modules that `--import MODULE` names, before or after the command; return the other arguments.
+
+    Layers that they add are checked.
+    """
+    others, known = list(arguments), set(LAYERS.names())
     while "--import" in others:
         at = others.index("--import")
         if at + 1 == len(others):
             raise ValueError("--import needs the name of a module")
         extensions.add(others[at + 1])
         del others[at : at + 2]
+    if added := [name for name in LAYERS.names() if name not in known]:
+        from halflife.evaluation.layer_check import check_imported
+
+        for fault in check_imported(added):
+            print(f"halflife: warning: {fault}", file=sys.stderr)
     return others
 
 

@@ -44,7 +44,8 @@ class Mask:
     head: int | None = None
     """Head in the picture, from 0. Default: the head with the most resets."""
     tokenizer: str | None = None
-    """For --text, name or folder of a tokenizer of transformers. Default: bytes, for models with 256 tokens."""
+    """For --text, name or folder of a tokenizer of transformers. Default: the one in the folder of each model, or bytes
+    for models with 256 tokens."""
     output: Path | None = None
     """Picture to write, .png, .svg or .pdf. Default: mask.png in the first folder, or ./mask_example.png."""
     device: str | None = None

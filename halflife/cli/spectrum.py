@@ -45,7 +45,7 @@ class Spectrum:
     train_length: int | None = None
     """Training length T, for models whose run or PoST does not name it. Default: the length that is read."""
     tokenizer: str | None = None
-    """Name or folder of a tokenizer of transformers. Default: the one beside a model of transformers, or bytes for
+    """Name or folder of a tokenizer of transformers. Default: the one in the folder of each model, or bytes for
     models with 256 tokens."""
     heads: bool = False
     """Print a table of all heads as well."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from halflife.layers.tpe import Toeplitz
 from halflife.models.config import ModelConfig
 from halflife.models.loss import logits_of
 from halflife.packing import Packing
+from halflife.registry import taken
 
 ModelState = tuple[State, ...]
 
@@ -36,12 +37,16 @@ class Block(nn.Module):
         self.mixer_norm = _norm(config)
         name, options = config.mixer_of(layer_idx)
         backend = config.mixer_options.get("backend", "auto")
-        place = {"hidden_size": config.hidden_size, "layer_idx": layer_idx, "num_layers": config.num_layers}
-        place["backend"] = backend
-        self.mixer: Mixer = layers.build(name, **{**place, **options})
+        place = {"layer_idx": layer_idx, "num_layers": config.num_layers, "backend": backend}
+
+        def build(mixer: str, own: Mapping[str, Any]) -> Mixer:
+            offered = taken(layers.LAYERS[mixer], place)
+            return layers.build(mixer, hidden_size=config.hidden_size, **{**offered, **own})
+
+        self.mixer: Mixer = build(name, options)
         self.beside: Mixer | None = None
         if (beside := config.beside_of(layer_idx)) is not None:
-            self.beside = layers.build(beside[0], **{**place, **beside[1]})
+            self.beside = build(*beside)
         self.mlp = _mlp(config, layer_idx)
         self.mlp_norm = None if self.mlp is None else _norm(config)
         self.norms_after = config.norms_after(layer_idx)

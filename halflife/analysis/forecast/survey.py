@@ -194,6 +194,11 @@ def _text_ids(text: TextIds, model: Rememberer, folder: Path) -> Tensor:
         raise ValueError(
             f"the text has {ids.numel():,} tokens, and a lag this long needs {text.length:,}; choose a lower --longest"
         )
+    if len(ids) < 2:
+        raise ValueError(
+            f"the text is too short: {ids.numel():,} to {2 * text.length - 1:,} tokens, and the forecast compares two "
+            f"pieces of {text.length:,}; give {2 * text.length:,} tokens or more, or choose a lower --longest"
+        )
     check_ids(model.config, ids, tokenizer)
     return ids
 

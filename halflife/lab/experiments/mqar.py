@@ -10,8 +10,9 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS, SKA_CHUNK, Experiment, ExperimentSettings, TaskSettings
+from halflife.layers import LAYERS
 from halflife.models import ModelConfig, preset
-from halflife.registry import unknown
+from halflife.registry import taken, unknown
 from halflife.report.markdown import Rows, in_distribution, models
 from halflife.report.table import Table
 from halflife.runs.records import LAG
@@ -134,7 +135,7 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     equal_state: dict[str, Any] = {
         **dict.fromkeys(("mamba2", "mamba3", "mamba3_echo", "longhorn"), half),
         "rwkv7": {"head_dim": head}, "attention": {}, "fox": {},
-    }.get(mixer, {"head_dim": head, "value_dim": head})  # fmt: skip
+    }.get(mixer, taken(LAYERS[mixer], {"head_dim": head, "value_dim": head}))  # fmt: skip
     if base in ("gla", "retnet"):
         # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
         equal_state["conv_size"] = 4
@@ -143,7 +144,7 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     if base == "gated_deltanet" and settings.zoology:
         equal_state["gate"] = "none"
     if mixer not in ("attention", "fox"):
-        equal_state["chunk_size"] = settings.chunk_size
+        equal_state |= taken(LAYERS[mixer], {"chunk_size": settings.chunk_size})
     config = preset(
         name, num_heads=settings.num_heads, train_length=settings.train_length, mixer_options=equal_state,
         **({} if koopman else {"mlp": "none"}), **settings.shared_with(ModelConfig),

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
+from halflife.layers import LAYERS
 from halflife.models import ModelConfig, preset
+from halflife.registry import taken
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import TASKS, build, with_tier
@@ -160,10 +162,11 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
     """
     base = name.split("+")[0]
     state = {"mamba2": {"state_size": 16, "num_groups": settings.num_heads}, "mamba3": {"state_size": 16}}.get(base, {})
+    chunks = taken(LAYERS[preset(base).mixer], {"chunk_size": settings.chunk_size})
     config = preset(
         name, vocab_size=128, num_heads=settings.num_heads, train_length=settings.train_length, tie_embeddings=False,
         initializer_range=1.0, **settings.shared_with(ModelConfig),
-        mixer_options={} if base == "llama" else {**state, "chunk_size": settings.chunk_size},
+        mixer_options={} if base == "llama" else {**state, **chunks},
     )  # fmt: skip
     if not config.hybrid:
         return config

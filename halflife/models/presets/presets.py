@@ -15,7 +15,7 @@ from halflife import layers
 from halflife.models.config import ModelConfig
 from halflife.models.presets.modifiers import EXCLUSIVE, HYBRIDS, MODIFIER_TABLE, MODIFIERS, REPLACED, Options, merge
 from halflife.models.presets.sizes import PresetSizes
-from halflife.registry import Registry, unknown
+from halflife.registry import Registry, taken, unknown
 
 # Fields of `ModelConfig` that `preset` takes as they are.
 CONFIG_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "name"]
@@ -45,7 +45,8 @@ class Base:
 
     def __call__(self, sizes: PresetSizes) -> Options:
         heads = sizes.num_heads or self.num_heads or sizes.heads(expand=self.expand, head_dim=self.head_dim)
-        model = {"mixer": self.mixer, "mixer_options": {"num_heads": heads, **self.options}, **self.fields}
+        options = {**taken(layers.LAYERS[self.mixer], {"num_heads": heads}), **self.options}
+        model = {"mixer": self.mixer, "mixer_options": options, **self.fields}
         for modifier in self.modifiers:
             model = _modify(modifier, self.mixer, model, sizes)
         return model
@@ -265,7 +266,8 @@ def preset(
         with torch.device("meta"):
             for layer in {0, *resolved.other_layers}:
                 for mixer, own in filter(None, (resolved.mixer_of(layer), resolved.beside_of(layer))):
-                    layers.build(mixer, hidden_size=hidden_size, layer_idx=layer, num_layers=num_layers, **own)
+                    place = taken(layers.LAYERS[mixer], {"layer_idx": layer, "num_layers": num_layers})
+                    layers.build(mixer, hidden_size=hidden_size, **place, **own)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name!r} has no meaning: {error}") from error
     return resolved

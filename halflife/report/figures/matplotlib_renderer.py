@@ -258,7 +258,9 @@ def save_as(figure: Figure, file: Path) -> None:
 def digest(figure: Figure) -> str:
     """A digest of the numbers that a figure shows, in six digits. PNG files have it under `DATA`."""
     lines = [line.get_xydata() for axes in figure.axes for line in axes.get_lines()]
-    images = [np.ma.filled(image.get_array(), np.nan) for axes in figure.axes for image in axes.get_images()]
+    images = [
+        np.ma.asarray(image.get_array(), float).filled(np.nan) for axes in figure.axes for image in axes.get_images()
+    ]
     numbers = (f"{number:.6g}" for shown in (*lines, *images) for number in np.asarray(shown, float).flat)
     return hashlib.sha256(" ".join(numbers).encode()).hexdigest()
 
