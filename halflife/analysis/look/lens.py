@@ -32,6 +32,7 @@ class Head:
         half_life: tokens after which half of a write is left, the median over writes of the first half of the text. It
             is infinite if it lies beyond the other half.
         kept: the mean share of these writes that is left at the end of the text.
+        stored: the bytes that the head stores of a text, and those that it stores for each token.
     """
 
     place: Place
@@ -39,6 +40,7 @@ class Head:
     kind: str
     half_life: float
     kept: float
+    stored: tuple[int, int]
 
     def __str__(self) -> str:
         return f"{self.place}, head {self.head}"
@@ -144,10 +146,10 @@ def look(model: Readable, ids: Tensor, *, documents: Sequence[int] | None = None
     if not len(ids) or sum(lengths) != len(ids) or min(lengths) < 1:
         raise ValueError(f"documents of {lengths} tokens do not make up a text of {len(ids)}")
     found: dict[Place, list[tuple[Tensor, Tensor]]] = {}
-    kinds: dict[Place, str] = {}
+    kinds: dict[Place, tuple[str, tuple[int, int]]] = {}
 
     def measure(place: Place, reading: Reading) -> None:
-        kinds[place] = reading.kind
+        kinds[place] = reading.kind, reading.stored
         found.setdefault(place, []).append(fading(reading))
         progress(1)
 
@@ -159,8 +161,9 @@ def look(model: Readable, ids: Tensor, *, documents: Sequence[int] | None = None
     heads = []
     for place, parts in sorted(found.items()):
         lives, kept = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
+        kind, stored = kinds[place]
         for h, (life, left) in enumerate(zip(lives.median(1).values.tolist(), kept.mean(1).tolist(), strict=True)):
-            heads.append(Head(place, h, kinds[place], life, left))
+            heads.append(Head(place, h, kind, life, left, stored))
     return Lens(model, ids, lengths, tuple(heads), refused)
 
 
@@ -183,7 +186,7 @@ def fading(reading: Reading) -> tuple[Tensor, Tensor]:
     tokens = reading.tokens
     columns = torch.from_numpy(grid(max(1, tokens // 2), FOLLOWED))
     cursors = torch.from_numpy(grid(tokens, MOST_CURSORS))
-    left = reading.left(columns, cursors).double().cpu()
+    left = reading.left(*(x.to(reading.sizes.device) for x in (columns, cursors))).double().cpu()
     return half_lives(left, cursors.unsqueeze(-1) - columns), left[:, -1]
 
 
@@ -217,8 +220,8 @@ def _detail(head: Head, readings: Sequence[Reading], cursors: np.ndarray) -> Hea
         last = first + one.tokens
         weights[first:last, first:last] = one.weights()[0].cpu().numpy()
         rows = np.flatnonzero((cursors >= first) & (cursors < last))
-        at = torch.from_numpy(cursors[rows] - first)
-        columns = torch.arange(one.tokens)
+        at = torch.from_numpy(cursors[rows] - first).to(one.sizes.device)
+        columns = torch.arange(one.tokens, device=one.sizes.device)
         if len(rows):
             left[rows, first:last] = one.left(columns, at)[0].cpu().numpy()
             faded[rows, first:last] = one.faded(columns, at)[0].cpu().numpy()

@@ -29,6 +29,8 @@ class KoopmanReading(Reading):
         self.chosen = list(range(all_heads)) if chosen is None else list(chosen)
         self.heads = len(self.chosen)
         self.sizes = given[2][0].norm(dim=-1).T[self.chosen]
+        rank, width = given[1].shape[-1], given[2].shape[-1]
+        self.stored = 4 * rank * (2 * rank + width), 0  # G, M and C
 
     def of(self, heads: Sequence[int]) -> KoopmanReading:
         return KoopmanReading(self.readout, self.given, self.options, [self.chosen[h] for h in heads])
@@ -68,6 +70,7 @@ class TrapezoidReading(Reading):
         self.chosen = list(range(all_heads)) if chosen is None else list(chosen)
         self.heads = len(self.chosen)
         self.sizes = given[4][0].norm(dim=-1).T[self.chosen]
+        self.stored = 4 * given[3].shape[-1] * given[4].shape[-1], 0
 
     def of(self, heads: Sequence[int]) -> TrapezoidReading:
         return TrapezoidReading(self.integrate, self.given, self.options, [self.chosen[h] for h in heads])

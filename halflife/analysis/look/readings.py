@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.analysis.horizon import next_reset
 from halflife.ops.backends.dispatch import implementation_of
 from halflife.ops.call import Call
+from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.chunked.groups import each_head
-from halflife.ops.gate_rank import masks
-from halflife.precision import compute_dtype
+from halflife.precision import compute_dtype, wide
 
 COLUMNS = 256  # tokens whose weights are computed at once
 # Ops whose state depends on the tokens after a write alone, so that the tokens before it need not be read.
@@ -35,7 +36,7 @@ class Reading(ABC):
         tokens: T.
         heads: H.
         sizes: the norm of the value of every token, `[H, T]`; it weighs what a token adds to an output.
-        log_decay: the mean log-decay of each head `[H]`, or None without a decay.
+        stored: the bytes that one head stores of a text, and those that it stores for each token.
         resets: where a token resets, `[H, T]`, or None without resets.
     """
 
@@ -43,6 +44,7 @@ class Reading(ABC):
     tokens: int
     heads: int
     sizes: Tensor
+    stored: tuple[int, int]
     resets: Tensor | None = None
 
     @abstractmethod
@@ -86,6 +88,7 @@ class OpReading(Reading):
         self.tensors: dict[str, Any] = {name: None if x is None else x.to(dtype) for name, x in call.tensors.items()}
         values = self.tensors["v"].unflatten(1, (tokens, self.steps))
         self.sizes = values.square().sum((2, 4)).sqrt()[0].T
+        self.stored = sum(x[:1, :1].nbytes for x in call.first_states(torch.float32) if x.is_floating_point()), 0
         if "g_slow" in self.tensors:
             self.resets = self.tensors["g_slow"][0].T != 0
 
@@ -136,8 +139,7 @@ class OpReading(Reading):
     def faded(self, columns: Tensor, cursors: Tensor) -> Tensor:
         g, k = self.tensors.get("g"), self.tensors["k"]
         if self.kind == "gate_rank":
-            gamma, lam = (x[0] for x in masks(self.tensors["g_slow"], self.tensors["g_fast"]))
-            return (gamma * lam)[:, cursors][:, :, columns]
+            return faded_by_two(self.tensors["g_slow"], self.tensors["g_fast"], columns, cursors)
         if self.steps > 1 or (g is not None and g.ndim == 4 and self.kind == "linear_attention"):
             return self.left(columns, cursors)
         if g is None or g.ndim == 3:
@@ -207,6 +209,9 @@ class AttentionReading(Reading):
         self.chosen = range(mixer.num_heads) if chosen is None else chosen
         self.heads = len(self.chosen)
         values = given[1]["values"][0, -tokens:]
+        # Heads of a group share what they store.
+        cached = sum(x[0, 0, 0].nbytes if x.ndim > 3 else x.element_size() for x in given[1].values())
+        self.stored = 0, cached * mixer.num_kv_heads // mixer.num_heads
         self.sizes = values.norm(dim=-1).T[[self._group(h, values.shape[1]) for h in self.chosen]]
 
     def of(self, heads: Sequence[int]) -> AttentionReading:
@@ -216,32 +221,45 @@ class AttentionReading(Reading):
         return head * groups // self.mixer.num_heads
 
     def respond(self, columns: slice) -> Tensor:
+        return self.weights()[:, :, columns]
+
+    def weights(self) -> Tensor:
         q, cache, at, visible = self.given
-        slots = cache["keys"].shape[1]
-        at_slot = torch.arange(slots, device=q.device) - (slots - self.tokens)
-        ones = at_slot.unsqueeze(-1) == torch.arange(columns.start, columns.stop, device=q.device)
+        keys, dtype = cache["keys"], compute_dtype(q)
+        slots = torch.arange(keys.shape[1], device=q.device)
+        if visible is None:
+            visible = slots <= slots.unsqueeze(-1)
         rows = []
         for head in self.chosen:
-            own = {}
-            for name, x in cache.items():
-                group = self._group(head, x.shape[2])
-                own[name] = ones[None, :, None].to(x.dtype) if name == "values" else x[:, :, group : group + 1]
-            rows.append(self._attend(q[:, :, head : head + 1], own, at, visible)[0, :, 0])
+            group = self._group(head, keys.shape[2])
+            scores = q[0, :, head].to(dtype) @ keys[0, :, group].to(dtype).T * q.shape[-1] ** -0.5
+            if "forget" in cache:
+                total = wide(cache["forget"][0, :, head]).clamp(min=FLOOR[dtype]).cumsum(0)
+                place = slots if at is None else at[0]
+                scores = scores + (total[place].unsqueeze(-1) - total).to(dtype)
+            weights = scores.masked_fill(~visible.view(scores.shape), -torch.inf).softmax(-1)
+            rows.append(weights[:, -self.tokens :])
         return torch.stack(rows)
-
-    def _attend(self, q: Tensor, cache: dict[str, Tensor], at: Any, visible: Any) -> Tensor:
-        """The layer's own attention, of one head."""
-        heads = self.mixer.num_heads, self.mixer.num_kv_heads
-        self.mixer.num_heads = self.mixer.num_kv_heads = 1
-        try:
-            return type(self.mixer).attend(self.mixer, q, cache, at, visible)
-        finally:
-            self.mixer.num_heads, self.mixer.num_kv_heads = heads
 
     def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
         age = cursors.unsqueeze(-1) - columns
         kept = (age >= 0) if self.mixer.window is None else (age >= 0) & (age < self.mixer.window)
         return kept.double().expand(self.heads, -1, -1)
+
+
+def faded_by_two(g_slow: Tensor, g_fast: Tensor, columns: Tensor, cursors: Tensor) -> Tensor:
+    """What GateRank's gates leave, `[H, C, n]`: the fast decay up to the first reset, and the slow one all along.
+
+    Args:
+        g_slow, g_fast: log-decays `[1, T, H]`; where g_slow is not 0 is a reset.
+    """
+    resets = g_slow[0] != 0
+    slow = torch.where(resets, g_slow[0], 0.0).double().clamp(min=-1e4).cumsum(0)
+    fast = g_fast[0].double().clamp(min=-1e4).cumsum(0)
+    until = torch.minimum(next_reset(resets.cpu()).to(columns.device)[columns], cursors.view(-1, 1, 1))  # [C, n, H]
+    total = slow[cursors].unsqueeze(1) - slow[columns] + fast.gather(0, until.flatten(0, 1)).view_as(until)
+    later = (cursors.unsqueeze(-1) >= columns).unsqueeze(-1)
+    return torch.where(later, total - fast[columns], -torch.inf).exp().permute(2, 0, 1)
 
 
 def faded_channels(g: Tensor, k: Tensor, columns: Tensor, cursors: Tensor) -> Tensor:

@@ -87,7 +87,7 @@
     if (view === "left") {
       let half = 0;
       for (let j = begins(cursor); j <= cursor; j++) half += alpha[j] >= 0.5;
-      return `${place}${half.toLocaleString("en")} of ${(cursor + 1 - begins(cursor)).toLocaleString("en")} tokens have at least half of their write left. Its half-life is ${life(head.half)} tokens.`;
+      return `${place}${half.toLocaleString("en")} of ${(cursor + 1 - begins(cursor)).toLocaleString("en")} tokens have at least half of their write left. Its half-life is ${life(head.half)} tokens, and it stores ${(head.stored[0] + head.stored[1] * (cursor + 1 - begins(cursor))).toLocaleString("en")} bytes${head.stored[1] ? `, ${head.stored[1]} for each token` : ""}.`;
     }
     if (view === "lost") {
       let over = 0, faded = 0;
@@ -154,7 +154,7 @@
     const list = make("table");
     list.append(make("caption", {}, "Pairs of the task: green underlines are answered right, red ones are not"));
     const header = make("tr");
-    for (const name of ["key", "value", "distance", "probability of the right answer", ""]) header.append(make("th", { scope: "col" }, name));
+    for (const name of ["key", "value", "distance", "probability of the right answer", "answer"]) header.append(make("th", { scope: "col" }, name));
     list.append(header);
     for (const pair of data.pairs) {
       for (const i of [pair.written, pair.asked]) spans[i].classList.add(pair.known ? "known" : "forgotten");

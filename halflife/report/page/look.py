@@ -15,6 +15,7 @@ from string import Template
 from typing import Any
 
 import numpy as np
+import torch
 
 from halflife.analysis.look import HeadLens, Lens
 from halflife.analysis.look.lens import Head
@@ -120,7 +121,7 @@ def _room(tokens: int, heads: int) -> tuple[int, int]:
 def _head(head: Head) -> dict[str, Any]:
     half = None if math.isinf(head.half_life) else round(head.half_life, 2)
     layer = f"{head.place.layer}{' +' if head.place.part else ''}"
-    return {"name": str(head), "layer": layer, "kind": head.kind.replace("_", " "), "half": half}
+    return {"name": str(head), "layer": layer, "kind": head.kind.replace("_", " "), "half": half, "stored": head.stored}
 
 
 def _pack(one: HeadLens, listed: int) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _pack(one: HeadLens, listed: int) -> dict[str, Any]:
     total = (np.abs(one.weights.values) * one.sizes.values).sum(1)
     arrays = {"total": total.astype("<f4"), "sizes": one.sizes.values.astype("<f4")}
     for name, table, k in (("read", shares, listed), ("later", shares.T - np.diag(np.diag(shares)), later)):
-        order = np.argsort(-np.abs(table), axis=1, kind="stable")[:, :k]
+        order = torch.from_numpy(np.abs(table)).topk(k).indices.numpy()
         values = np.take_along_axis(table, order, 1)
         scale = np.maximum(np.abs(values[:, :1]), 1e-30)
         arrays[f"{name}_scale"] = scale[:, 0].astype("<f4")
