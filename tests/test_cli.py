@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import yaml
 from helpers import cases
 
 import halflife
-from halflife.cli import COMMANDS, command_class, main, parse, read_command
+from halflife.cli import COMMANDS, WELCOME, command_class, main, parse, read_command
 from halflife.cli.groups import options_of
 from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
@@ -65,6 +66,22 @@ def test_a_warning_is_one_line_without_a_path(monkeypatch, capsys):
     main(["list"])
     assert capsys.readouterr().out == "halflife: warning: the slow state stays empty\n"
     assert __file__ in warnings.formatwarning("x", UserWarning, __file__, 1)  # other code keeps Python's form
+
+
+def test_without_arguments_it_says_what_to_type_next(capsys):
+    """That is no error, and each of its commands exists."""
+    main([])
+    shown = capsys.readouterr().out
+    assert shown == WELCOME + "\n"
+    commands = [line.split("  ")[1].strip() for line in shown.splitlines() if line.startswith("  halflife")]
+    assert len(commands) == 5
+    for command in commands:
+        parse(command.split()[1:])
+
+
+def test_memory_answers_without_arguments(tmp_path, capsys):
+    main(["memory", "--output", str(tmp_path / "memory")])
+    assert re.search(r"gated_deltanet", capsys.readouterr().out)
 
 
 def test_compare_end_to_end(tmp_path, capsys):

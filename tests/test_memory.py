@@ -200,8 +200,6 @@ def test_readable(size, text):
     (["mamba2", "--lengths", "0"], "at least 1; got 0"),
     (["mamba2", "--lengths", "8", "-3"], "at least 1; got -3"),
     (["mamba2", "--lengths"], "at least one length"),
-    (["mamba2"], "at least one length"),
-    (["--lengths", "8"], "at least one model"),
     (["mamba2", "mamba2", "--lengths", "8"], "each once"),
     (["mamba2", "--lengths", "8", "--num-heads", "0"], "num_heads must be at least 1"),
     (["simple", "--lengths", "8", "--num-heads", "3"], "'simple' has no meaning"),

@@ -41,6 +41,16 @@ examples:
 `halflife --import MODULE COMMAND …` first imports a module of yours that registers decays, layers, presets or tasks.
 """
 
+WELCOME = """halflife shows how linear recurrent sequence models remember and forget.
+
+  halflife compare mamba2 gated_deltanet --task mqar    train models to recall pairs, and compare them: 2 to 4 minutes
+  halflife train mamba2 --data notes.txt --tokens 300K  train a language model on your text: a minute
+  halflife look FOLDER --text notes.txt                 see what a trained model keeps of a text
+  halflife forecast FOLDER                              say after how many tokens it forgets
+  halflife memory                                       print how much memory models need, in a second
+
+Begin with the first. `halflife --help` has all commands, `halflife info` says what is fast on this machine."""
+
 # Name of a command → module of `halflife.cli` and class. A command's module is imported when the command is typed.
 COMMANDS = {
     "list": "about.List", "info": "about.Info", "build": "about.Build", "compare": "compare.Compare",
@@ -70,8 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
     If the reader of its output ends early, as `head` does, the command ends with exit code 141 and no message.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments == ["--version"]:
-        print(f"halflife {__version__}")
+    if arguments in ([], ["--version"]):
+        print(WELCOME if not arguments else f"halflife {__version__}")
         return
     try:
         try:

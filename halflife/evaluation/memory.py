@@ -269,7 +269,7 @@ def measure_memory(
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
     if not lengths:
-        raise ValueError("name at least one length in tokens: --lengths 1024 4096 16384")
+        raise ValueError("name at least one length in tokens, such as 1024")
     if (shortest := min(lengths)) < 1:
         raise ValueError(f"a length is a number of tokens, at least 1; got {shortest}")
     if num_heads is not None and num_heads < 1:

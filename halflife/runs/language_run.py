@@ -25,7 +25,7 @@ from halflife.training.config import ExecutionConfig, rank, world_size
 from halflife.training.estimate import model_costs
 from halflife.training.fit import Objective
 from halflife.training.post_fit import fit_post, resting_rates
-from halflife.training.speed import Speed, gemm_rate
+from halflife.training.speed import Speed, peak_rate
 from halflife.training.start import check_unchanged, freeze, load_start
 
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
@@ -167,13 +167,16 @@ class CorpusRun(ModelRun):
     def before_training(self) -> Speed:
         """Measure the rate of matrix products before training, while the machine is idle."""
         config = self.config
-        rate = gemm_rate(training_device(), torch.bfloat16 if config.bf16 else torch.float32)
+        rate = peak_rate(training_device(), config.bf16)
         tokens = config.batch_size * config.context
         self._speed = Speed(tokens, model_costs(config.model).training_operations(config.context), rate * world_size())
         return self._speed
 
     def throughput(self, seconds: float) -> dict[str, float]:
-        return {"tokens": self.config.steps * self._speed.tokens, **self._speed.of(seconds)}
+        # Others may have used the machine before training, which would make the share too large.
+        rate = max(self._speed.rate, peak_rate(training_device(), self.config.bf16) * world_size())
+        speed = replace(self._speed, rate=rate)
+        return {"tokens": self.config.steps * speed.tokens, **speed.of(seconds)}
 
     def save(self, model: LanguageModel, folder: Path) -> None:
         tokenizer = self.corpus.tokenizer

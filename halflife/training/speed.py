@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,7 +13,7 @@ import torch
 
 GEMM_ROWS = 2048  # of the square matrices of `gemm_rate`
 GEMM_SECONDS = 0.5  # of one product at most; twice the rows take eight times as long
-GEMM_REPETITIONS = 5  # of which the median counts
+GEMM_REPETITIONS = 5
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of mallopt(3)
 
@@ -41,7 +42,7 @@ class Speed:
     Attributes:
         tokens: the tokens of a step, over all processes.
         operations: floating-point operations of the forward and backward pass, per token.
-        rate: operations per second that matrix products reach on the devices of all processes together.
+        rate: operations per second that matrix products reach at most on the devices of all processes together.
     """
 
     tokens: int
@@ -54,10 +55,27 @@ class Speed:
         return {"tokens_per_second": per_second, "mfu": per_second * self.operations / self.rate}
 
 
-def gemm_rate(device: torch.device, dtype: torch.dtype, largest: int = GEMM_ROWS) -> float:
-    """Operations per second of a large matrix product on this device, an upper bound for a model.
+def peak_rate(device: torch.device, bf16: bool) -> float:
+    """The highest operations per second that large matrix products reach, which no training exceeds.
+
+    It is the fastest of several products: others may use the machine during one. Mixed precision counts against float32
+    too where that is faster, because kernels compute in float32 on CPUs without instructions for bfloat16.
+    """
+    dtypes = (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
+    return max(gemm_rate(device, dtype, of=max) for dtype in dtypes)
+
+
+def gemm_rate(
+    device: torch.device,
+    dtype: torch.dtype,
+    largest: int = GEMM_ROWS,
+    of: Callable[[Iterable[float]], float] = median,
+) -> float:
+    """Operations per second of a large matrix product on this device.
 
     Args:
+        device, dtype: of the matrices.
+        of: which of the rates of several products counts.
         largest: rows of the matrices. There are fewer where a product takes longer than `GEMM_SECONDS`, because
             bfloat16 is a hundred times slower than float32 on CPUs without instructions for it.
     """
@@ -74,7 +92,7 @@ def gemm_rate(device: torch.device, dtype: torch.dtype, largest: int = GEMM_ROWS
     product(rows)  # the first one also initializes the device
     while rows < largest and product(rows) < GEMM_SECONDS / 8:
         rows *= 2
-    return 2 * rows**3 / median(product(rows) for _ in range(GEMM_REPETITIONS))
+    return of(2 * rows**3 / product(rows) for _ in range(GEMM_REPETITIONS))
 
 
 def bf16_slowdown(device: torch.device) -> float:

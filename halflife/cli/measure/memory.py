@@ -22,9 +22,9 @@ class Memory:
       halflife memory simple+vector simple+lrpe --lengths 1024 --dtype float32 --output sizes
     """
 
-    models: Positional[tuple[str, ...]] = ()
+    models: Positional[tuple[str, ...]] = ("mamba2", "gated_deltanet", "llama")
     """Presets, base[+modifier…]. `halflife list` shows them."""
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536)
     """Lengths of the sequence, in tokens."""
     hidden_size: int = 256
     """Model width D."""

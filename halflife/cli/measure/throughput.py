@@ -22,9 +22,9 @@ class Throughput:
       halflife throughput mamba2 mamba2+gate_rank llama --device cuda --bf16 --lengths 2048 8192 32768 --tokens 32768
     """
 
-    models: Positional[tuple[str, ...]] = ()
+    models: Positional[tuple[str, ...]] = ("mamba2", "gated_deltanet", "llama")
     """Presets, base[+modifier…]. `halflife list` shows them."""
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = (256, 1024, 4096)
     """Lengths of a sequence, in tokens."""
     tokens: int = 8192
     """Tokens of a step, or one sequence if that is longer."""

@@ -24,6 +24,6 @@ def print_language_run(result: dict[str, Any], folder: Path) -> None:
     print(f"validation: {rows:.4f} bits per byte in rows as in training, {documents:.4f} of whole documents")
     speed, share = (number(result[name]) for name in ("tokens_per_second", "mfu"))
     if math.isfinite(speed):  # it is unknown after a resume from the last step
-        print(f"training: {speed:,.0f} tokens/s, MFU {share:.1%}")
+        print(f"training: {speed:,.0f} tokens/s, {share:.0%} of the fastest matrix product here (MFU)")
     print(f"report: {folder / 'report.html'}")
     print(f'continue a text with: halflife generate {folder} "…"')
