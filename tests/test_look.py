@@ -273,6 +273,29 @@ def test_half_lives_are_those_of_constant_decays():
     assert half_lives(left[:, :2], age[:2]).item() == float("inf")
 
 
+def test_koopman_layers_beside_a_mixer_have_details():
+    lens = look(tiny("mamba2+ska").float(), torch.randint(0, 64, (70,)))
+    head = next(one for one in lens.heads if one.kind == "koopman_attention")
+    detail = next(lens.details([head]))
+    assert np.abs(detail.weights.values[69]).max() > 1e-4
+    assert head.stored[0] > 0
+
+
+@pytest.mark.slow
+def test_a_long_text_of_many_heads_fits_on_a_page():
+    """The page leaves heads out, and it still has the three that it names and those that were asked for."""
+    model = tiny("gated_deltanet", hidden_size=64, num_heads=16, vocab_size=256).float()
+    lens = halflife.look(model, torch.randint(0, 256, (4096,)), tokenizer=ByteTokenizer())
+    asked = lens.ranked()[7]
+    page = lens.html([asked])
+    data, arrays = stored(page)
+    assert LARGEST_PAGE / 2 < len(page) < LARGEST_PAGE
+    names = [str(lens.heads[part["head"]]) for part in data["details"]]
+    assert {str(head) for head in (asked, lens.ranked()[0], lens.ranked()[-1])} <= set(names)
+    assert len(names) < 32
+    assert arrays["left"].shape == (64 * 4096,)
+
+
 def stored(page):
     """The data of a page, and the arrays of its first head."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])

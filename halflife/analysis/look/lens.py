@@ -210,6 +210,7 @@ def half_lives(left: Tensor, age: Tensor) -> Tensor:
     return torch.where(after.any(1, keepdim=True), lives, math.inf).squeeze(1)
 
 
+@torch.no_grad()
 def _detail(head: Head, readings: Sequence[Reading], cursors: np.ndarray) -> HeadLens:
     """The numbers of one head, whose documents are blocks on the diagonal."""
     tokens = sum(one.tokens for one in readings)
