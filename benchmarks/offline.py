@@ -139,19 +139,19 @@ def name_of(launch: Launch, case: str) -> str:
     """ "walks.walk_kernel BACK out, linear, scalar, 64": the kernel, its flags and what it writes, and the case."""
     flags = [name for name, value in launch.constants().items() if value is True]
     flags += [name for name in OPTIONAL if isinstance(launch.arguments.get(name), Tensor)]
+    flags += ["identity"] if launch.arguments.get("v", launch) is None else []
     file = launch.function.fn.__module__.rpartition(".")[2]
     return f"{' '.join((f'{file}.{launch.name}', *flags))}, {case}"
 
 
 def trips(launch: Launch) -> int:
-    """How many chunks a program of a walk passes, one after another; 1 for a program of one chunk."""
+    """How many chunks a program of a walk passes, one after another; for a program of one chunk its blocks of rows."""
     given = launch.arguments
     if "LENGTH" in given:
-        return math.ceil(given["LENGTH"] / given["C"])
-    if given.get("sequences") is None:
-        return given.get("PER", 1)
-    chunks = given["chunks"] if "chunks" in given else given["states"]
-    return max(1, chunks.shape[0] // given["sequences"].shape[0])
+        return math.ceil(
+            given["LENGTH"] / given["C"] if "entering" in given else given.get("K", 1) / given.get("BK", 1)
+        )
+    return given.get("PER", 1)
 
 
 def row_of(launch: Launch, copy: float) -> tuple[Row, dict[str, Any]]:

@@ -23,7 +23,7 @@ from halflife.ops.backends.triton.walks import grads_kernel, walk_kernel
 from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
 
-class _Call(NamedTuple):
+class Operands(NamedTuple):
     """What the kernels of one pass share."""
 
     q: Tensor
@@ -70,51 +70,63 @@ def rows_of(x: Tensor) -> Tensor:
     return x if even else x.contiguous()
 
 
+def sums_of(q: Tensor, v: Tensor, gates: Gates, segments: Segments, chunk: int) -> Tensor | None:
+    """The sums of log-decays in chunks, `[numbers a token, H, B·T]`, or None without decays; see `sums.py`."""
+    (batch, length, heads, _), mode = v.shape, mode_of(*gates)
+    if mode == NONE:
+        return None
+    dtype = torch.float64 if q.dtype == torch.float32 else torch.float32
+    sums = q.new_empty(COUNTS[mode], heads, batch * length, dtype=dtype)
+    if segments.count * heads:
+        launch(sums_kernel, (segments.count * (segments.length // chunk), heads))(
+            sums, *gates, segments.table, length, segments.length, segments.per_sequence, batch * length, heads, chunk,
+            mode, num_warps=1,
+        )  # fmt: skip
+    return sums
+
+
 def _call(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, chunk_size: int, back: bool,
-) -> _Call:  # fmt: skip
+) -> Operands:  # fmt: skip
     (batch, length, heads, value), key, gates = v.shape, q.shape[3], (g_slow, g_fast)
-    chunk, mode = block(min(chunk_size, length)), mode_of(*gates)
+    chunk = block(min(chunk_size, length))
     segments = make_segments(batch, length, cu_seqlens, chunk, heads * triton.cdiv(value, 64))
-    states = 2 if mode == GATE_RANK else 1
+    states = 2 if mode_of(*gates) == GATE_RANK else 1
     walk, grads = (settings_of(kind, key, value, q.dtype, states, chunk) for kind in ("walk", "grads"))
     if back:  # one size of chunks, whose sums are computed once
         walk = walk._replace(chunk=grads.chunk)
-    sums = None
-    if mode != NONE:
-        dtype = torch.float64 if q.dtype == torch.float32 else torch.float32
-        sums = q.new_empty(COUNTS[mode], heads, batch * length, dtype=dtype)
-        if segments.count * heads:
-            launch(sums_kernel, (segments.count * (segments.length // walk.chunk), heads))(
-                sums, g_slow, g_fast, segments.table, length, segments.length, segments.per_sequence, batch * length,
-                heads, walk.chunk, mode, num_warps=1,
-            )  # fmt: skip
-    return _Call(rows_of(q), rows_of(k), rows_of(v), gates, sums, scale, segments, walk, grads)
+    sums = sums_of(q, v, gates, segments, walk.chunk)
+    return Operands(rows_of(q), rows_of(k), rows_of(v), gates, sums, scale, segments, walk, grads)
 
 
 def _walk(
-    call: _Call, *, entering: Tensor | None = None, out: Tensor | None = None, leaving: Tensor | None = None,
+    call: Operands, *, entering: Tensor | None = None, out: Tensor | None = None, leaving: Tensor | None = None,
     carried: Tensor | None = None, states: Tensor | None = None,
 ) -> None:  # fmt: skip
     _launch_walk(call, False, entering, out, leaving, carried, states)
 
 
 def _walk_back(
-    call: _Call, do: Tensor, *, entering: Tensor | None = None, out: Tensor | None = None, leaving: Tensor | None = None
+    call: Operands,
+    do: Tensor,
+    *,
+    entering: Tensor | None = None,
+    out: Tensor | None = None,
+    leaving: Tensor | None = None,
 ) -> None:
     """The walk from the end: what each segment adds to the gradient of its entering state, or the gradients of v."""
     _launch_walk(call._replace(q=call.k, k=call.q, v=do), True, entering, out, leaving, None, None)
 
 
-def _launch_walk(call: _Call, back: bool, *written: Tensor | None) -> None:
+def _launch_walk(call: Operands, back: bool, *written: Tensor | None) -> None:
     if call.segments.count * call.heads:
         launch(walk_kernel, (call.heads * triton.cdiv(call.v.shape[3], call.walk.columns), call.segments.count))(
             call.q, call.k, call.v, call.sums, *written, *call.tail(), BACK=back, **call.constants(call.walk)
         )
 
 
-def _scan(call: _Call, update: Tensor, carried: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+def _scan(call: Operands, update: Tensor, carried: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """The states entering the segments, and the last ones of all sequences."""
     entering, last = torch.empty_like(update), torch.empty_like(first)
     size, segments = call.q.shape[3] * call.v.shape[3], call.segments

@@ -1,8 +1,6 @@
 """The kernels as differentiable ops of torch, which `torch.compile` and `torch.export` see as single nodes.
 
-Those of linear attention are in `linear.py`. The delta rule inverts the triangular systems of all chunks. A walk over
-the chunks of each sequence gives the states entering them, and the values that are written. Last come the outputs,
-which are those of linear attention that writes these values.
+Those of linear attention are in `linear.py`, and those of the delta rule in `delta/`.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.triton import delta_backward, interpreted, linear
-from halflife.ops.backends.triton.gates import make_chunks
-from halflife.ops.backends.triton.states import outputs
-from halflife.ops.backends.triton.systems import solve, walk
+from halflife.ops.backends.triton import interpreted, linear
+from halflife.ops.backends.triton.delta import host as delta
 
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
 
@@ -84,20 +80,17 @@ def _linear_backward(
 def _delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    chunks, gates = make_chunks(q, chunk_size, cu_seqlens), (g_slow, g_fast)
-    states, written, final = walk(k, solve(k, v, beta, gates, chunks, keep=False), gates, initial, chunks)
-    return outputs(q, k, written, gates, states, chunks, scale, like=v), final
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return delta.forward(q, k, v, beta, g_slow, g_fast, initial, cu_seqlens, scale, chunk_size)
 
 
 def _delta_backward(
-    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None,
-    g_fast: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    do: Tensor, dfinal: Tensor, entering: Tensor, transition: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
+    g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    chunks = make_chunks(q, chunk_size, cu_seqlens)
-    return _present(*delta_backward.backward(q, k, v, beta, (g_slow, g_fast), initial, scale, chunks, do, dfinal))
+    rest = (entering, transition, cu_seqlens, scale, chunk_size, do, dfinal)
+    return _present(*delta.backward(q, k, v, beta, g_slow, g_fast, initial, *rest))
 
 
 differentiable("triton_linear", 6, _linear, _linear_backward)

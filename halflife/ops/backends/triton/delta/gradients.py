@@ -1,0 +1,183 @@
+"""The gradients of the delta rule's inputs, and of those of GateRank on it, chunk by chunk.
+
+From the state S that enters a chunk and the gradient G of the state that leaves it, the written values U and the
+adjoint R of the system are computed again (see `written.py` and `adjoint.py`). Then
+
+    dS = (dO Uᵀ) ⊙ D,           W = −β ⊙ (R Uᵀ) ⊙ D below the diagonal,           dV = β ⊙ R,
+    dQ = dS K + w ⊙ (dO Sᵀ),    dK = dSᵀ Q + (W + Wᵀ) K + l ⊙ (U Gᵀ) − β ⊙ w ⊙ (R Sᵀ).
+
+dSᵀ and Wᵀ are computed in place of dS and W, some parts of dK as dKᵀ, and R as Rᵀ, so that no result of a product is an
+operand's transpose (see `gates.py`).
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from halflife.ops.backends.triton.delta.pairs import by_pair, load_pair, load_scaled, pair_by, product
+from halflife.ops.backends.triton.gates import log_grads_of_sums, pair_sums, put_log_grad
+from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
+from halflife.ops.backends.triton.walks import load, store
+
+
+@triton.jit
+@no_type_check
+def gradients_kernel(
+    q, k, v, do, beta, inverse, sums, g_slow, g_fast, states, powers, dstates, dpowers, dq, dk, dv, dbeta, dg_slow,
+    dg_fast, table, scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr,
+    QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one chunk and head. BV covers V, and rows of states are read in blocks of BK."""
+    STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
+    SCALED: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
+    POWERS: tl.constexpr = 2 * SCALED if MODE == 2 else SCALED
+    PAIR: tl.constexpr = 1 if inverse.dtype.element_ty == tl.float32 else 2
+    WHOLE: tl.constexpr = K if K % BK == 0 else BK
+    h = tl.program_id(0)
+    segment = tl.program_id(1) // (LENGTH // C)
+    index = tl.program_id(1) % (LENGTH // C)
+    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
+    if index * C >= tokens:
+        return
+    cc = tl.arange(0, C)
+    vv = tl.arange(0, BV)
+    there = vv < V
+    inside = cc < tokens - index * C
+    token = first + index * C
+    rows = (token + cc) * H + h
+    size = tl.minimum(C, tokens - index * C)
+    at = token if MODE == 0 else sums + h * TOKENS + token
+    here = (token // C + segment) * H + h
+    entering = states + here * STATE
+    leaving = dstates + here * STATE
+    power = powers + here * POWERS + vv // COLUMNS
+    dpower = dpowers + here * POWERS + vv // COLUMNS
+    q += token * QT + (h // SQ) * QH
+    k += token * KT + (h // SK) * KH
+    dq += (token * H + h) * K
+    dk += (token * H + h) * K
+
+    # U, and Rᵀ
+    read = tl.zeros([C, BV], tl.float32)
+    met = tl.zeros([BV, C], tl.float32)
+    read_slowly = tl.zeros([C, BV], tl.float32)
+    met_slowly = tl.zeros([BV, C], tl.float32)
+    scores = tl.zeros([C, C], tl.float32)
+    overlap = tl.zeros([C, C], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        kk = start + tl.arange(0, BK)
+        ks = load(k, cc, kk, inside, KT, K, WHOLE)
+        qs = load(q, cc, kk, inside, QT, K, WHOLE)
+        scores = product(qs, tl.trans(ks), scores, PRECISION)
+        overlap = product(ks, tl.trans(ks), overlap, PRECISION)
+        state = load_scaled(entering, power, vv, kk, there, K, WHOLE)
+        read = product(ks, tl.trans(state), read, PRECISION)
+        state = load_scaled(leaving, dpower, vv, kk, there, K, WHOLE)
+        met = product(state, tl.trans(ks), met, PRECISION)
+        if MODE == 2:
+            state = load_scaled(entering + K * V, power + SCALED, vv, kk, there, K, WHOLE)
+            read_slowly = product(ks, tl.trans(state), read_slowly, PRECISION)
+            state = load_scaled(leaving + K * V, dpower + SCALED, vv, kk, there, K, WHOLE)
+            met_slowly = product(state, tl.trans(ks), met_slowly, PRECISION)
+    strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
+    weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
+    left, left_slow = stored_leaves(at, H * TOKENS, cc, inside, size, C, MODE)
+    read *= weight[:, None]
+    met *= left[None, :]
+    if MODE == 2:
+        read += read_slowly * weight_slow[:, None]
+        met += met_slowly * left_slow[None, :]
+    vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
+    dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
+    solved, solved_low = load_pair(inverse + (token * H + h) * C * PAIR, cc, cc, inside, H * C * PAIR, C, C)
+    us = (vs.to(tl.float32) - read) * strength[:, None]
+    us = pair_by(solved, solved_low, us, tl.zeros([C, BV], tl.float32), PRECISION)
+    decays = stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE)
+    rs = product(tl.trans(dos), scores * decays * scale, met, PRECISION)
+    rs = by_pair(rs, solved, solved_low, tl.zeros([BV, C], tl.float32), PRECISION)
+    store(dv + (token * H + h) * V, tl.trans(rs * strength[None, :]), cc, vv, inside, H * V, V, BV)
+    dstrength = tl.sum(rs * tl.trans(vs).to(tl.float32), 0)
+
+    # dSᵀ and Wᵀ
+    decays = stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE, True)
+    dscores = product(us, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION) * decays * scale
+    system = product(us, rs, tl.zeros([C, C], tl.float32), PRECISION)
+    system = tl.where(cc[:, None] < cc[None, :], -system * decays, 0.0)
+    dstrength += tl.sum(system * overlap, 0)
+    system *= strength[None, :]
+    seg = tl.zeros([C], tl.float32)
+    if MODE == 2:
+        seg = tl.load(at + 4 * H * TOKENS + cc, mask=inside, other=0.0).to(tl.float32)
+    if MODE != 0:
+        pairs = tl.trans(dscores) * scores + tl.trans(system * overlap)
+        within, across, gone = pair_sums(pairs, seg, C, MODE)
+
+    # What states and their gradients give.
+    read_fast = tl.zeros([C], tl.float32)
+    read_slow = tl.zeros([C], tl.float32)
+    left_fast = tl.zeros([C], tl.float32)
+    left_slowly = tl.zeros([C], tl.float32)
+    kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
+    passed = 0.0
+    joins = 0.0
+    stayed = 0.0
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        kk = start + tl.arange(0, BK)
+        ks = load(k, cc, kk, inside, KT, K, WHOLE)
+        qs = load(q, cc, kk, inside, QT, K, WHOLE)
+        strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)  # loaded anew, to hold fewer registers
+        weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
+        left, left_slow = stored_leaves(at, H * TOKENS, cc, inside, size, C, MODE)
+        dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
+        state = load_scaled(entering, power, vv, kk, there, K, WHOLE)
+        dqs = product(dos, state, tl.zeros([C, BK], tl.float32), PRECISION) * (weight * scale)[:, None]
+        dks_t = product(tl.trans(state), rs, tl.zeros([BK, C], tl.float32), PRECISION) * -weight[None, :]
+        through = tl.sum(dks_t * tl.trans(ks).to(tl.float32), 0)
+        dstrength += through
+        dstate = load_scaled(leaving, dpower, vv, kk, there, K, WHOLE)
+        dks = product(us, dstate, tl.zeros([C, BK], tl.float32), PRECISION) * left[:, None]
+        if MODE != 0:
+            read_fast += tl.sum(dqs * qs.to(tl.float32), 1) + through * strength
+            left_fast += tl.sum(dks * ks.to(tl.float32), 1)
+            passed += kept * tl.sum(state * dstate)
+        if MODE == 2:
+            dstate = load_scaled(leaving + K * V, dpower + SCALED, vv, kk, there, K, WHOLE)
+            joins += joined * tl.sum(state * dstate)
+            state = load_scaled(entering + K * V, power + SCALED, vv, kk, there, K, WHOLE)
+            stayed += stays * tl.sum(state * dstate)
+            more = product(us, dstate, tl.zeros([C, BK], tl.float32), PRECISION) * left_slow[:, None]
+            left_slowly += tl.sum(more * ks.to(tl.float32), 1)
+            dks += more
+            more = product(dos, state, tl.zeros([C, BK], tl.float32), PRECISION) * (weight_slow * scale)[:, None]
+            read_slow += tl.sum(more * qs.to(tl.float32), 1)
+            dqs += more
+            more_t = product(tl.trans(state), rs, tl.zeros([BK, C], tl.float32), PRECISION) * -weight_slow[None, :]
+            through = tl.sum(more_t * tl.trans(ks).to(tl.float32), 0)
+            dstrength += through
+            read_slow += through * strength
+            dks_t += more_t
+        dqs += tl.trans(product(tl.trans(ks), dscores, tl.zeros([BK, C], tl.float32), PRECISION))
+        store(dq, dqs, cc, kk, inside, H * K, K, WHOLE)
+        dks = product(dscores, qs, dks, PRECISION)
+        dks = product(system, ks, dks, PRECISION)
+        dks_t = product(tl.trans(ks), system, dks_t * strength[None, :], PRECISION)
+        store(dk, dks + tl.trans(dks_t), cc, kk, inside, H * K, K, WHOLE)
+    tl.store(dbeta + rows, dstrength.to(dbeta.dtype.element_ty), mask=inside)
+    if MODE == 2:
+        reset = (tl.load(g_slow + rows, mask=inside, other=0.0) != 0).to(tl.int32)
+        grad_slow, grad_fast = log_grads_of_sums(
+            within, across, gone, read_fast, read_slow, left_fast, left_slowly, passed + joins, joins, stayed, reset,
+            seg, C,
+        )  # fmt: skip
+        put_log_grad(dg_slow, grad_slow, g_slow, rows, inside)
+        put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
+    elif MODE == 1:
+        later = cc[:, None] >= cc[None, :]  # [i, t]; sums in which nothing cancels
+        grad_fast = tl.sum(tl.where(later, (within + read_fast)[:, None], left_fast[:, None]), 0) + passed
+        put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)

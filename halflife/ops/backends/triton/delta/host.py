@@ -1,0 +1,172 @@
+"""What launches the kernels of the delta rule, and of GateRank on it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from halflife.ops.backends.triton.delta.adjoint import adjoint_kernel
+from halflife.ops.backends.triton.delta.gradients import gradients_kernel
+from halflife.ops.backends.triton.delta.inverse import invert_kernel
+from halflife.ops.backends.triton.delta.join import join_kernel
+from halflife.ops.backends.triton.delta.written import write_kernel
+from halflife.ops.backends.triton.gates import GATE_RANK, precision_of
+from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.linear import Operands, rows_of, sums_of
+from halflife.ops.backends.triton.segments import Settings, architecture, block, make_segments
+from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
+
+CHUNK = 32  # tokens of a chunk: those of 16 need twice the states, those of 64 twice the bytes of inverses
+
+# Columns of a state in a walk, by states a head, for K and V up to 64, 128 and 256. Walks to the outputs of one small
+# state have 64 on Hopper.
+_COLUMNS = {1: (32, 32, 16), 2: (32, 16, 16)}
+
+States = tuple[Tensor | None, Tensor | None]  # of all chunks, and the powers of two that they are multiplied with
+
+
+def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
+    """The settings of a kernel whose chunks have at most `most` tokens: a walk to "out" or "states", or "gradients"."""
+    chunk, exact = min(CHUNK, most), dtype == torch.float32
+    if kind == "gradients":
+        return Settings(chunk, 16, block(value, 256), 4 if value <= 128 else 8, 1 if exact else 2)
+    largest = max(key, value)
+    columns = _COLUMNS[states][(largest > 64) + (largest > 128)]
+    if (kind, states) == ("out", 1) and largest <= 64 and not exact and architecture() == "hopper":
+        columns = 64
+    return Settings(chunk, block(key, 256), block(value, columns), 4, 1 if exact else 2)
+
+
+class Prepared(NamedTuple):
+    """What the kernels of one pass share."""
+
+    operands: Operands
+    beta: Tensor
+    inverse: Tensor  # of the systems of all chunks, one row a token, in float32 or as bfloat16 pairs
+
+    def new_states(self) -> States:
+        """Allocate a state for every chunk, transposed, and the powers of two."""
+        x, tiles = self.operands, self.operands.walk
+        batch, length, heads, value = x.v.shape
+        shape = batch * length // tiles.chunk + x.segments.count, heads, 2 if x.mode == GATE_RANK else 1
+        dtype = torch.float32 if x.q.dtype == torch.float32 else torch.float16
+        states = x.q.new_empty(*shape, value, x.q.shape[3], dtype=dtype)
+        return states, x.q.new_empty(*shape, triton.cdiv(value, tiles.columns), dtype=torch.float32)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int, kind: str,
+) -> Prepared:  # fmt: skip
+    """Invert the systems of all chunks, for walks of this kind, "out" or "states"."""
+    (batch, length, heads, value), key = v.shape, q.shape[3]
+    states, chunk = 1 if g_slow is None else 2, block(min(chunk_size, length))
+    walk, grads = (settings_of(which, key, value, q.dtype, states, chunk) for which in (kind, "gradients"))
+    segments = make_segments(batch, length, cu_seqlens, chunk, heads * triton.cdiv(value, 64))
+    sums = sums_of(q, v, (g_slow, g_fast), segments, walk.chunk)
+    operands = Operands(rows_of(q), rows_of(k), rows_of(v), (g_slow, g_fast), sums, scale, segments, walk, grads)
+    exact, k = q.dtype == torch.float32, operands.k
+    inverse = q.new_empty(
+        batch, length, heads, walk.chunk if exact else 2 * walk.chunk, dtype=torch.float32 if exact else torch.bfloat16
+    )
+    if segments.count * heads:
+        launch(invert_kernel, (segments.count * (segments.length // walk.chunk), heads))(
+            k, beta, sums, inverse, segments.table, length, segments.length, segments.per_sequence, batch * length,
+            heads, heads // k.shape[2], k.stride(1), k.stride(2), key, walk.chunk, operands.mode, precision_of(k),
+            block(key), num_warps=2,
+        )  # fmt: skip
+    return Prepared(operands, beta, inverse)
+
+
+def _write(
+    call: Prepared, entering: Tensor | None, *, out: Tensor | None = None, leaving: Tensor | None = None,
+    states: States = (None, None), identity: bool = False,
+) -> None:  # fmt: skip
+    """The walk that writes values into the state, or one of K' columns from the identity matrix without values."""
+    x = call.operands
+    value = leaving.shape[3] if identity and leaving is not None else x.v.shape[3]
+    options = x.constants(x.walk) | {"V": value, "BV": min(block(value), x.walk.columns)}
+    if x.segments.count * x.heads:
+        launch(write_kernel, (x.heads * triton.cdiv(value, options["BV"]), x.segments.count))(
+            x.q, x.k, None if identity else x.v, call.beta, call.inverse, x.sums, entering, out, leaving, *states,
+            *x.tail(), **options,
+        )  # fmt: skip
+
+
+def _adjoint(
+    call: Prepared, do: Tensor, entering: Tensor | None, leaving: Tensor | None, states: States = (None, None)
+) -> None:
+    """The walk from the end with the gradient of the state."""
+    x = call.operands
+    if x.segments.count * x.heads:
+        launch(adjoint_kernel, (x.heads * triton.cdiv(do.shape[3], x.walk.columns), x.segments.count))(
+            x.q, x.k, do, call.beta, call.inverse, x.sums, entering, leaving, *states, *x.tail(),
+            **x.constants(x.walk),
+        )  # fmt: skip
+
+
+def _join(call: Prepared, update: Tensor, transition: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """The states entering the segments, and the last ones of all sequences."""
+    entering, last = torch.empty_like(update), torch.empty_like(first)
+    (sequences, heads, rows, value), segments = first.shape, call.operands.segments
+    if sequences * heads:
+        launch(join_kernel, (sequences * heads, triton.cdiv(value, 16)))(
+            update, transition, first, entering, last, segments.sequences, segments.per_sequence, heads, rows, value,
+            back, precision_of(call.operands.q), block(rows), 16, num_warps=4,
+        )  # fmt: skip
+    return entering, last
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the outputs, the final states, and of segments the entering states and how they change states.
+
+    The last two are empty where each sequence is one segment, and else go to `backward`.
+    """
+    call = prepare(q, k, v, beta, g_slow, g_fast, cu_seqlens, scale, chunk_size, "out")
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if call.operands.segments.whole:
+        final = torch.empty_like(initial)
+        _write(call, initial, out=out, leaving=final)
+        return out, final, initial.new_empty(0), initial.new_empty(0)
+    count, rows = call.operands.segments.count, initial.shape[2]
+    update = call.operands.new_states(count)
+    transition = q.new_empty(count, v.shape[2], rows, rows, dtype=torch.float32)
+    _write(call, None, leaving=update)
+    _write(call, None, leaving=transition, identity=True)
+    entering, final = _join(call, update, transition, initial, back=False)
+    _write(call, entering, out=out)
+    return out, final, entering, transition
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
+    entering: Tensor, transition: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor,
+    dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, beta, both log-decays and the initial states."""
+    call = prepare(q, k, v, beta, g_slow, g_fast, cu_seqlens, scale, chunk_size, "states")
+    x, heads, states, dstates = call.operands, v.shape[2], call.new_states(), call.new_states()
+    if x.segments.whole:
+        dinitial = torch.empty_like(initial)
+        _write(call, initial, states=states)
+        _adjoint(call, do, dfinal, dinitial, dstates)
+    else:
+        _write(call, entering, states=states)
+        update = x.new_states(x.segments.count)
+        _adjoint(call, do, None, update)
+        after, dinitial = _join(call, update, transition, dfinal, back=True)
+        _adjoint(call, do, after, None, dstates)
+    dq, dk, dv, dbeta = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(beta)
+    dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in x.gates)
+    if x.segments.count * heads:
+        launch(gradients_kernel, (heads, x.segments.count * (x.segments.length // x.grads.chunk)))(
+            x.q, x.k, x.v, do, beta, call.inverse, x.sums, *x.gates, *states, *dstates, dq, dk, dv, dbeta, dg_slow,
+            dg_fast, *x.tail(), COLUMNS=x.walk.columns, **x.constants(x.grads),
+        )  # fmt: skip
+    return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dbeta, dg_slow, dg_fast, dinitial

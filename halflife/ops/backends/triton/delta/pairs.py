@@ -1,0 +1,117 @@
+"""Products in which float32 operands keep their precision beside 16-bit ones.
+
+Tensor cores multiply bfloat16 numbers, whose range is that of float32. So a float32 operand is written as high + low,
+two bfloat16 numbers with 16 bits together, and the product low · low is left out. TF32, for which tensor cores need
+twice the time and memory, would have 11 bits. Products of float32 inputs are exact.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from halflife.ops.backends.triton.gates import dot
+from halflife.ops.backends.triton.walks import load, store
+
+
+@triton.jit
+@no_type_check
+def split(x):
+    """Split a float32 `x` into two bfloat16 numbers, high and low."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+@no_type_check
+def product(x, y, out, PRECISION: tl.constexpr):
+    """Compute `x y + out` in float32, for operands in float32 or in the dtype of inputs."""
+    if x.dtype == y.dtype and (x.dtype != tl.float32 or PRECISION == "ieee"):
+        return dot(x, y, out, PRECISION)
+    elif x.dtype == tl.bfloat16:
+        high, low = split(y)
+        return dot(x, high, dot(x, low, out, PRECISION), PRECISION)
+    elif y.dtype == tl.bfloat16:
+        high, low = split(x)
+        return dot(high, y, dot(low, y, out, PRECISION), PRECISION)
+    else:
+        high, low = split(x.to(tl.float32))
+        high_y, low_y = split(y.to(tl.float32))
+        out = dot(high, low_y, dot(low, high_y, out, PRECISION), PRECISION)
+        return dot(high, high_y, out, PRECISION)
+
+
+@triton.jit
+@no_type_check
+def load_pair(at, rows, cols, inside, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows that `store_pair` stored, as (high, low). What is stored in float32 is high, without a low part."""
+    high = load(at, rows, cols, inside, stride, SIZE, BLOCK)
+    if at.dtype.element_ty == tl.float32:
+        return high, high
+    else:
+        return high, load(at + SIZE, rows, cols, inside, stride, SIZE, BLOCK)
+
+
+@triton.jit
+@no_type_check
+def store_pair(at, value, rows, cols, inside, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a float32 `value` in float32, or as two bfloat16 numbers, in rows of 2 · SIZE."""
+    if at.dtype.element_ty == tl.float32:
+        store(at, value, rows, cols, inside, stride, SIZE, BLOCK)
+    else:
+        high, low = split(value)
+        store(at, high, rows, cols, inside, stride, SIZE, BLOCK)
+        store(at + SIZE, low, rows, cols, inside, stride, SIZE, BLOCK)
+
+
+@triton.jit
+@no_type_check
+def by_pair(x, high, low, out, PRECISION: tl.constexpr):
+    """Compute `x (high + low) + out`, for a pair of `load_pair` or its transpose."""
+    if high.dtype == tl.float32:
+        return product(x, high, out, PRECISION)
+    elif x.dtype == tl.bfloat16:
+        return dot(x, high, dot(x, low, out, PRECISION), PRECISION)
+    else:
+        high_x, low_x = split(x.to(tl.float32))
+        return dot(high_x, high, dot(high_x, low, dot(low_x, high, out, PRECISION), PRECISION), PRECISION)
+
+
+@triton.jit
+@no_type_check
+def pair_by(high, low, y, out, PRECISION: tl.constexpr):
+    """Compute `(high + low) y + out`."""
+    if high.dtype == tl.float32:
+        return product(high, y, out, PRECISION)
+    elif y.dtype == tl.bfloat16:
+        return dot(high, y, dot(low, y, out, PRECISION), PRECISION)
+    else:
+        high_y, low_y = split(y.to(tl.float32))
+        return dot(high, high_y, dot(high, low_y, dot(low, high_y, out, PRECISION), PRECISION), PRECISION)
+
+
+@triton.jit
+@no_type_check
+def store_scaled(at, scale_at, value, rows, cols, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a float32 `value` in float32, or as float16 times a power of two, which fits its largest entry.
+
+    float16 has the 11 bits of TF32.
+    """
+    if at.dtype.element_ty == tl.float16:
+        largest = tl.max(tl.abs(value)).to(tl.int32, bitcast=True) & 0x7F800000
+        power = tl.where(largest == 0, 1.0, largest.to(tl.float32, bitcast=True))
+        tl.store(scale_at, power)
+        value *= 1 / power
+    store(at, value, rows, cols, inside, SIZE, SIZE, BLOCK)
+
+
+@triton.jit
+@no_type_check
+def load_scaled(at, scale_at, rows, cols, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load in float32 what `store_scaled` stored; `scale_at` points to the power of two of each row."""
+    value = load(at, rows, cols, inside, SIZE, SIZE, BLOCK).to(tl.float32)
+    if at.dtype.element_ty == tl.float16:
+        value *= tl.load(scale_at)[:, None]
+    return value
