@@ -59,7 +59,7 @@ COMMANDS = {
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
     "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
     "push": "share.push.Push", "look": "measure.look.Look",
-    "check": "measure.check.Check",
+    "check": "measure.check.Check", "diagnose": "measure.diagnose.Diagnose",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
 _PAGE = (*_FIGURES, "jinja2")
@@ -67,7 +67,7 @@ _PAGE = (*_FIGURES, "jinja2")
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
     "spectrum": _PAGE, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
-    "throughput": _FIGURES, "serve": ("fastapi", "uvicorn"),
+    "throughput": _FIGURES, "diagnose": _PAGE, "serve": ("fastapi", "uvicorn"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
 }  # fmt: skip
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended

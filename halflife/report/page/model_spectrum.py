@@ -27,13 +27,16 @@ BASE = {"fastest": "fastest", "slowest": "slowest", "modes": "modes", "too_slow"
 FRACTIONS = ("too_slow", "too_fast")
 
 
-def write_spectrum_page(result: dict[str, Any], folder: Path, command: str) -> Path:
+def write_spectrum_page(result: dict[str, Any], folder: Path, command: str, findings: Sequence[str] = ()) -> Path:
     """Write `report.html` into a folder and return its path.
 
-    `result` is `ModelMeasurements.to_dict()`, and `command` the command line that measured the models.
+    `result` is `ModelMeasurements.to_dict()`, and `command` the command line that measured the models. The `findings`
+    of `halflife diagnose` take the place of the page's own.
     """
-    path = folder / REPORT_HTML
-    write_text(path, render(spectrum_page(result, command)))
+    path, page = folder / REPORT_HTML, spectrum_page(result, command)
+    if findings:
+        page |= {"findings": findings, "kind": "Measured by halflife diagnose"}
+    write_text(path, render(page))
     return path
 
 

@@ -1,0 +1,69 @@
+"""`halflife diagnose`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """Say in words how trained models forget, and why: their spectrum, a forecast and their memory on one page.
+
+    It begins with what each model allows, whichever library wrote it, and leaves out what it does not. Without a text
+    the spectrum is that at zero input, and models of text have no forecast. Files: report.html, decays.json and
+    forecast.json.
+
+    examples:
+      halflife diagnose runs/20260101-120000-mqar-smoke
+      halflife diagnose my-model --text book.txt
+      halflife diagnose mamba2-130m-hf --text book.txt --longest 4
+    """
+
+    folders: Positional[tuple[Path, ...]]
+    """Runs, checkpoints, models of transformers, or their names on the hub."""
+    text: tuple[Path, ...] = ()
+    """Files that the models read, one after the other."""
+    length: int = 2048
+    """Tokens in a sequence of the text, for the spectrum."""
+    longest: int = 32
+    """Longest lag of the forecast, in training lengths."""
+    output: Path | None = None
+    """Folder for the results. Default: diagnosis/ in the first folder."""
+    device: str | None = None
+    """Device of the models. Default: the GPU if there is one, else the CPU."""
+    quiet: bool = False
+    """Do not draw a progress bar."""
+
+    def run(self) -> None:
+        from halflife.analysis.diagnosis import diagnose, what_is_allowed
+        from halflife.analysis.tables import write_tables
+        from halflife.cli.options import default_device
+        from halflife.cli.spectrum import default_output
+        from halflife.files import write_text
+        from halflife.report.page.model_spectrum import write_spectrum_page
+        from halflife.report.tables import diagnosis
+        from halflife.report.tables.forecast import write_forecasts
+
+        device = default_device(self.device)
+        allowed = what_is_allowed(self.folders, device)
+        print("\n".join(diagnosis.allowed_lines(allowed)), flush=True)
+        found = diagnose(
+            self.folders, self.text, longest=self.longest, length=self.length, device=device, show=not self.quiet
+        )
+        findings = diagnosis.findings(allowed, found)
+        print("\n".join(["", *findings]))
+        output = self.output or default_output(self.folders[0], "diagnosis")
+        files = [] if isinstance(found["forecast"], str) else write_forecasts(found["forecast"], output)
+        if isinstance(found["spectrum"], str):
+            files.append(output / "diagnosis.txt")
+            write_text(files[-1], "".join(f"{line}\n" for line in findings))
+        else:
+            files += write_tables(found["spectrum"], output)
+            command = shlex.join(["halflife", *sys.argv[1:]])
+            files.append(write_spectrum_page(found["spectrum"], output, command, findings))
+        print(f"written to {output}: {', '.join(file.name for file in files)}")

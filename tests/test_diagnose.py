@@ -1,0 +1,67 @@
+"""`halflife diagnose`: what models allow, and the words for how their layers forget."""
+
+import html
+import json
+import math
+
+import foreign_models
+import pytest
+
+from halflife.analysis.diagnosis import Allowed, what_is_allowed
+from halflife.cli import main
+from halflife.models import LanguageModel, checkpoint, preset
+from halflife.report.tables import diagnosis
+
+MQAR = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 3}
+
+
+@pytest.fixture
+def run(tmp_path):
+    for name in ("mamba2", "llama"):
+        config = preset(name, hidden_size=16, num_layers=2, num_heads=2, vocab_size=64, train_length=16)
+        folder = checkpoint.save(LanguageModel(config), tmp_path / "run" / name)
+        (folder / "run.json").write_text(json.dumps({"seed": 3, "validation": [MQAR]}))
+    return tmp_path / "run"
+
+
+def test_command(run, capsys):
+    main(["diagnose", str(run), "--longest", "4", "--quiet"])
+    first, second, _, *said = capsys.readouterr().out.splitlines()
+    assert first.startswith("llama (2 × attention): spectrum: no layer has a decay; forecast: the state of layer 0")
+    assert second == "mamba2 (2 × mamba2): spectrum: yes; forecast: yes; memory: yes."
+    assert said[0].startswith("llama: No layer has a decay that can be read. Its state of one sequence takes")
+    assert "more with each token" in said[0]
+    assert said[1].startswith("mamba2: ")
+    assert " tokens, at zero input. Its state of one sequence takes " in said[1]
+    assert said[2].startswith("mamba2, seed 3, ")
+    assert said[3].startswith("There is no forecast of llama: no forecast for llama")
+    page = html.unescape((run / "diagnosis" / "report.html").read_text()).replace("\xa0", " ")
+    assert [words for words in said[:4] if words not in page] == []
+    assert (run / "diagnosis" / "forecast.json").exists()
+
+
+def test_models_of_another_library_say_what_they_allow(tmp_path):
+    for kind in ("mamba2", "qwen3_next"):
+        foreign_models.build(kind).save_pretrained(tmp_path / kind)
+    allowed = what_is_allowed([tmp_path])
+    assert (allowed["mamba2"].spectrum, allowed["mamba2"].forecast, allowed["mamba2"].memory) == ("", "", "")
+    assert allowed["mamba2"].state_bytes > 0
+    hybrid = allowed["qwen3_next"]
+    assert hybrid.spectrum == ""
+    assert hybrid.forecast.startswith("layer 3 is softmax attention")
+    assert hybrid.memory
+    lines = list(diagnosis.allowed_lines(allowed))
+    assert "3 × Gated DeltaNet, 1 × softmax attention" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("horizons", "words"),
+    [((3.2, 11.5), "All heads forget within 12 tokens, on the text."),
+     ((3.2, 200.0), "The slowest heads forget within 200 tokens, on the text."),
+     ((11.5, 900.0), "Layer 1 keeps 900 tokens; the other layers forget within 12, on the text."),
+     ((math.inf, 600.0), "Layer 0 keeps >1,024, layer 1 keeps 600 tokens, on the text.")],
+)  # fmt: skip
+def test_verdicts(horizons, words):
+    layers = [{"layer": i, "horizon": one, "longest_lag": 1024} for i, one in enumerate(horizons)]
+    own = Allowed(["mamba2"] * 2, "", "", "", 2048, 0)
+    assert diagnosis.verdict("m", own, {"layers": layers}) == f"m: {words} Its state of one sequence takes 2 KiB."
