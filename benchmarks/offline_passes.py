@@ -77,6 +77,13 @@ def _rotated(heads: int, key: int, pairs: int) -> list[Tensor]:
     return [fused.rotate(leaf(BATCH, LENGTH, heads, key), cos, sin)]
 
 
+def _mixed(count: int) -> tuple[Tensor, ...]:
+    from halflife.ops import fused
+
+    x, before = (leaf(BATCH, LENGTH, 1024, dtype=torch.float32) for _ in range(2))
+    return fused.token_mix(x, before, [weight(1024) for _ in range(count)])
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _conv(2304, 4),
     "packed": lambda: _conv(2304, 4, packed=True, initial_state=leaf(BATCH, 2304, 3)),
@@ -87,6 +94,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "rms_norm_of_sigmoid_gated 1024": lambda: _norm("rms_norm_of_sigmoid_gated", 1024, 1e-5),
     "gated_head_norm 128": lambda: _norm("gated_head_norm", 1024, 1e-5, heads=8),
     "l2_normalize 64": lambda: _norm("l2_normalize", 1024, heads=16, gate=False),
+    "token_mix 6": lambda: _mixed(6),
+    "token_mix 1": lambda: _mixed(1),
     "swiglu 2816": lambda: _swiglu(2816),
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),

@@ -209,7 +209,7 @@ def test_info_says_why_not(monkeypatch):
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
     ours = {"linear_attention", "delta_rule", "gate_rank", "ridge_attention", "koopman_attention"}
     ours |= {"log_decay", "ordered_spectrum", "causal_conv1d", "l2_normalize", "swiglu", "scale_heads", "rotate"}
-    ours |= {"rms_norm", "rms_norm_of_gated", "rms_norm_of_sigmoid_gated", "gated_head_norm"}
+    ours |= {"rms_norm", "rms_norm_of_gated", "rms_norm_of_sigmoid_gated", "gated_head_norm", "token_mix"}
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}
     assert set(found["fla"][1]) == {*ON_A_STATE, *others}

@@ -154,6 +154,26 @@ def test_rotations(dtype, pairs, rest, batch, rows, length):
     check(run, {"x": x}, dtype)
 
 
+@crossed(strength=1, count=[3, 1, 6], dtype=DTYPES, shape=[(2, 5, 7), (1, 0, 3)])
+def test_mixtures_of_tokens(count, dtype, shape):
+    """Of tokens with those before them, which have other strides."""
+    draw = generator(count)
+    tensors = {"x": shape, "before": shape, "mu": (count, shape[2])}
+    tensors = {name: torch.randn(size, generator=draw) for name, size in tensors.items()}
+
+    def run(backend, x, before, mu):
+        before = torch.cat([before, before[:, :1]], 1)[:, : shape[1]]
+        return fused.token_mix(strided(x), before, mu.unbind(), backend)
+
+    check(run, tensors, dtype, wide=("mu",))
+
+
+def test_more_mixtures_run_in_torch():
+    x = torch.randn(1, 1, 2)
+    with pytest.raises(dispatch.CannotRun, match="at most 6 mixtures; got 7"):
+        fused.token_mix(x, x, [*torch.randn(7, 2)], "triton")
+
+
 def test_norms_round_to_the_dtype_of_autocast():
     """So that no product casts their output again; the gradients are those of the rounded output."""
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
@@ -181,6 +201,7 @@ GIVEN = {
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),
     "swiglu": (X, X + 1),
     "scale_heads": (X, torch.randn(2, 3, 2)),
+    "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32),
     "rotate": (torch.randn(2, 3, 2, 4), *(f(torch.randn(1, 3, 2)) for f in (torch.cos, torch.sin)), 1.0),
 }  # fmt: skip
 

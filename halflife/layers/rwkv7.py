@@ -15,7 +15,7 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.ops import dplr
-from halflife.ops.fused import l2_normalize
+from halflife.ops.fused import l2_normalize, token_mix
 from halflife.packing import Packing
 from halflife.precision import ROOMY
 
@@ -50,11 +50,12 @@ class LoRA(nn.Module):
 class TokenShift(nn.ParameterDict):
     """The inputs `x_i = x + δ ⊙ μ_i` of several maps, where δ leads from a token to the one before it."""
 
+    pass_backend = "auto"  # see `set_backend`
     __call__ = nn.Module.__call__  # torch's dict of parameters refuses calls
 
-    def forward(self, x: Tensor, change: Tensor) -> dict[str, Tensor]:
-        """`x [B, T, D]` and `δ [B, T, D]` → the input of each map by its name."""
-        return {name: torch.addcmul(x, change, mu) for name, mu in self.items()}
+    def forward(self, x: Tensor, before: Tensor) -> dict[str, Tensor]:
+        """Tokens `x [B, T, D]` and those before them `[B, T, D]` → the input of each map by its name."""
+        return dict(zip(self, token_mix(x, before, [*self.values()], self.pass_backend), strict=True))
 
 
 class HeadNorm(nn.Module):
@@ -170,7 +171,7 @@ class RWKV7(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         previous, last = packing.delay(x, state.get("shift"))
-        xs: dict[str, Tensor] = self.mu(x, previous - x)  # pyright: ignore[reportCallIssue]
+        xs: dict[str, Tensor] = self.mu(x, previous)  # pyright: ignore[reportCallIssue]
         r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
         k, a, b = self.keys(xs["k"], xs["a"])
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
@@ -247,7 +248,8 @@ class RWKV7ChannelMix(Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         previous, last = packing.delay(x, state.get("shift"))
-        y = self.v_proj(self.k_proj(torch.addcmul(x, previous - x, self.mu)).relu().square())
+        (mixed,) = token_mix(x, previous, [self.mu], self.pass_backend)
+        y = self.v_proj(self.k_proj(mixed).relu().square())
         return y, {"shift": last}
 
 

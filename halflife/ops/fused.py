@@ -7,7 +7,7 @@ runs as one pass over memory, forward and backward (csrc/norms.cpp, gates.cpp an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from halflife.ops.backends.dispatch import implements, run_pass
 from halflife.ops.spec import define
 from halflife.precision import compute_dtype, product_dtype
 
+MIXTURES = 6  # of a Triton kernel, all in one program
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
 
 
@@ -219,6 +220,42 @@ def _fused_rotate(x: Tensor, cos: Tensor, sin: Tensor, op: Any = native.op) -> T
 
 define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P", constants=["cos", "sin"])
 _pass("rotate", _rotate, _fused_rotate, 1)
+
+
+def token_mix(x: Tensor, before: Tensor, mu: Sequence[Tensor], backend: str = "auto") -> tuple[Tensor, ...]:
+    """RWKV's mixtures `x + μ_i ⊙ (before − x)` of each token with the one before, `[B, T, D]` for each μ_i.
+
+    Under autocast on a GPU the kernel rounds them to autocast's dtype, as the products that take them would.
+
+    Args:
+        x, before: `[B, T, D]`.
+        mu: any number of μ_i `[D]`.
+        backend: see the top of the module.
+    """
+    if x.is_cpu and backend == "auto":  # which has no kernel
+        return _token_mix(x, before, *mu)
+    return run_pass("token_mix", backend, (x, before, *mu))
+
+
+def _token_mix(x: Tensor, before: Tensor, *mu: Tensor) -> tuple[Tensor, ...]:
+    change = before - x
+    return tuple([torch.addcmul(x, change, factor) for factor in mu])
+
+
+def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    if tensors is not None and len(tensors) - 2 > MIXTURES:
+        return f"the Triton kernel makes at most {MIXTURES} mixtures; got {len(tensors) - 2}"
+    return triton.why_not_pass(op, device, tensors)
+
+
+define("token_mix", x="B T D", before="B T D", mu_1="D", mu_2="D")
+for _backend in ("chunked", "reference"):
+    implements("token_mix", _backend, _token_mix, traceable=True)
+
+
+@implements("token_mix", "triton", why_not=_why_not_mix)
+def _triton_token_mix(x: Tensor, before: Tensor, *mu: Tensor) -> tuple[Tensor, ...]:
+    return tuple(triton.custom_op("token_mix")(x, before, torch.stack(mu), product_dtype(x)))
 
 
 def mimo_output(

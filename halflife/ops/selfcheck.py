@@ -219,13 +219,13 @@ def _run(
 
 
 def _call(op: str, arguments: dict[str, Tensor], options: dict[str, Any], backend: str) -> tuple[Tensor, Any]:
-    """`(o, final state)` of a call, or the two results of a pass; the second is None if it has one."""
+    """`(o, final state)` of a call, or the first and the other results of a pass."""
     if op in VARIED:
         return VARIED[op](**arguments, **options, backend=backend, output_final_state=True)
     if OPS[op].state:
         return dispatch(op, arguments, None, None, backend, True, **options)
     out = run_pass(op, backend, list(arguments.values()), *options.values())
-    return out if isinstance(out, tuple) else (out, None)
+    return (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
 
 
 def _error(got: Tensor, expected: Tensor) -> float:

@@ -91,7 +91,8 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    for name in ("op", "step", "laws", "post", "koopman", "passes.convolution", "passes.norms", "passes.products"):
+    passes = (f"passes.{name}" for name in ("convolution", "norms", "products", "mixing"))
+    for name in ("op", "step", "laws", "post", "koopman", *passes):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 

@@ -1,0 +1,163 @@
+"""RWKV's mixtures of a token with the one before it: up to six outputs from one pass over both (`ops.fused.token_mix`).
+
+Each output has a tensor of its own, because products read them, and their gradients come one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halflife.ops.arguments import dense
+from halflife.ops.backends.triton.launch import launch, only_first_derivatives
+from halflife.ops.backends.triton.op import declare
+
+MOST = 6  # outputs, for which the kernels have arguments
+ROWS, COLUMNS = 16, 64  # tokens and channels of a tile
+PROGRAMS = 128  # programs a block of channels, at most, in the backward pass
+
+
+@triton.jit
+@no_type_check
+def _entries(x, rows, cols, inside, T, x_b, x_t):
+    """Load tokens and channels of `x [B, T, D]` in float32; 0 outside."""
+    place = (rows // T).to(tl.int64) * x_b + (rows % T).to(tl.int64) * x_t
+    return tl.load(x + place[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _mix(out, mu, now, change, place, cols, inside, D, i: tl.constexpr):
+    """Store output i, if there is one."""
+    if out is not None:
+        factor = tl.load(mu + i * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        tl.store(out + place, (now + change * factor[None, :]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _mix_kernel(
+    x,
+    before,
+    mu,
+    o0,
+    o1,
+    o2,
+    o3,
+    o4,
+    o5,
+    tokens,
+    T,
+    D,
+    x_b,
+    x_t,
+    before_b,
+    before_t,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    groups = tl.cdiv(D, BC)
+    rows = (tl.program_id(0) // groups) * BR + tl.arange(0, BR)
+    cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
+    inside = (rows < tokens)[:, None] & (cols < D)[None, :]
+    now = _entries(x, rows, cols, inside, T, x_b, x_t)
+    change = _entries(before, rows, cols, inside, T, before_b, before_t) - now
+    place = rows.to(tl.int64)[:, None] * D + cols[None, :]
+    _mix(o0, mu, now, change, place, cols, inside, D, 0)
+    _mix(o1, mu, now, change, place, cols, inside, D, 1)
+    _mix(o2, mu, now, change, place, cols, inside, D, 2)
+    _mix(o3, mu, now, change, place, cols, inside, D, 3)
+    _mix(o4, mu, now, change, place, cols, inside, D, 4)
+    _mix(o5, mu, now, change, place, cols, inside, D, 5)
+
+
+@triton.jit
+@no_type_check
+def _add(dout, mu, all, old, sums, change, place, cols, inside, slots, D, i: tl.constexpr):
+    """Add the gradient of output i to those of both tokens together, of the token before, and of μ."""
+    if dout is not None:
+        d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(mu + i * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        all += d
+        old += d * factor[None, :]
+        sums += tl.where((slots == i)[:, None], tl.sum(d * change, 0)[None, :], 0.0)
+    return all, old, sums
+
+
+@triton.jit
+@no_type_check
+def _mix_back_kernel(
+    x, before, mu, d0, d1, d2, d3, d4, d5, dx, dbefore, dmu, tokens, T, D, x_b, x_t, before_b, before_t, count, tiles,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    groups = tl.cdiv(D, BC)
+    block = (tl.program_id(0) // groups).to(tl.int64)
+    cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
+    slots = tl.arange(0, 8)
+    sums = tl.zeros([8, BC], tl.float32)
+    for i in range(tiles):
+        rows = (block * tiles + i) * BR + tl.arange(0, BR)
+        inside = (rows < tokens)[:, None] & (cols < D)[None, :]
+        change = _entries(before, rows, cols, inside, T, before_b, before_t)
+        change -= _entries(x, rows, cols, inside, T, x_b, x_t)
+        place = rows[:, None] * D + cols[None, :]
+        all = tl.zeros([BR, BC], tl.float32)
+        old = tl.zeros([BR, BC], tl.float32)
+        all, old, sums = _add(d0, mu, all, old, sums, change, place, cols, inside, slots, D, 0)
+        all, old, sums = _add(d1, mu, all, old, sums, change, place, cols, inside, slots, D, 1)
+        all, old, sums = _add(d2, mu, all, old, sums, change, place, cols, inside, slots, D, 2)
+        all, old, sums = _add(d3, mu, all, old, sums, change, place, cols, inside, slots, D, 3)
+        all, old, sums = _add(d4, mu, all, old, sums, change, place, cols, inside, slots, D, 4)
+        all, old, sums = _add(d5, mu, all, old, sums, change, place, cols, inside, slots, D, 5)
+        tl.store(dx + place, (all - old).to(dx.dtype.element_ty), mask=inside)
+        tl.store(dbefore + place, old.to(dbefore.dtype.element_ty), mask=inside)
+    place = block * count * D + slots[:, None] * D + cols[None, :]
+    tl.store(dmu + place, sums, mask=(slots < count)[:, None] & (cols < D)[None, :])
+
+
+def _mixed(x: Tensor, before: Tensor, mu: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """`x + μ_i ⊙ (before − x)` of `x, before [B, T, D]` for each row of `mu [R, D]`, in `dtype`."""
+    outs = [x.new_empty(x.shape, dtype=dtype) for _ in range(len(mu))]
+    if x.numel():
+        x, before, channels = dense(x), dense(before), x.shape[2]
+        blocks = triton.cdiv(x.numel() // channels, ROWS) * triton.cdiv(channels, COLUMNS)
+        launch(_mix_kernel, (blocks,))(
+            x, before, mu.contiguous(), *outs, *[None] * (MOST - len(outs)), x.numel() // channels, *x.shape[1:],
+            *x.stride()[:2], *before.stride()[:2], BR=ROWS, BC=COLUMNS,
+        )  # fmt: skip
+    return outs
+
+
+def _mixed_backward(douts: list[Tensor], x: Tensor, before: Tensor, mu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    channels = x.shape[2]
+    tokens = x.numel() // channels
+    dx, dbefore = x.new_empty(x.shape), before.new_empty(before.shape)
+    tiles = max(1, triton.cdiv(triton.cdiv(tokens, ROWS), PROGRAMS))
+    blocks = triton.cdiv(tokens, ROWS * tiles)
+    dmu = x.new_empty(blocks, *mu.shape, dtype=torch.float32)
+    if tokens:
+        x, before = dense(x), dense(before)
+        launch(_mix_back_kernel, (blocks * triton.cdiv(channels, COLUMNS),))(
+            x, before, mu.contiguous(), *douts, *[None] * (MOST - len(douts)), dx, dbefore, dmu, tokens, *x.shape[1:],
+            *x.stride()[:2], *before.stride()[:2], len(mu), tiles, BR=ROWS, BC=COLUMNS,
+        )  # fmt: skip
+    return dx, dbefore, dmu.sum(0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _grad(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
+    only_first_derivatives()
+    x, before, mu = ctx.saved_tensors
+    dx, dbefore, dmu = _gradients([d.contiguous() for d in douts], x, before, mu)
+    return dx, dbefore, dmu.to(mu.dtype), None
+
+
+_gradients = declare("triton_token_mix_backward", _mixed_backward)
+declare("triton_token_mix", _mixed).register_autograd(_grad, setup_context=_save)
