@@ -369,10 +369,10 @@ def test_models_of_transformers_are_read_in_place(tmp_path):
     original.save_pretrained(tmp_path)
     in_place = look(ForeignModel(original, "qwen", window=16), ids)
     converted = look(load_for_lens(tmp_path), ids)
-    assert len(converted.heads) == 16
-    assert len(in_place.heads) == 12
-    assert in_place.refused == {Place(3): "softmax attention is read in models of halflife alone"}
-    for place in ((0, 1), (2, 3)):
+    assert [(one.place, one.head) for one in converted.heads] == [(one.place, one.head) for one in in_place.heads]
+    assert not in_place.refused
+    assert {one.place.layer for one in in_place.heads if one.kind == "attention"} == {3}
+    for place in ((0, 1), (2, 3), (3, 2)):
         for name in ("weights", "left"):
             ours, theirs = (np.asarray(getattr(lens[place], name)) for lens in (converted, in_place))
             np.testing.assert_allclose(ours, theirs, atol=4 * 2e-5)
@@ -391,14 +391,18 @@ def test_models_of_transformers_are_read_in_place(tmp_path):
     "zamba2",
     "falcon_h1",
 )
-def test_hybrids_of_transformers_show_their_recurrent_layers(kind, tmp_path):
+def test_hybrids_of_transformers_show_all_layers_or_say_why(kind, tmp_path):
     import foreign_models
 
     foreign_models.build(kind).save_pretrained(tmp_path)
     lens = look(load_for_lens(tmp_path), torch.randint(0, 256, (40,)))
-    assert not [reason for reason in lens.refused.values() if "convert" in reason]
-    detail = next(lens.details(lens.heads[:1]))
-    assert np.abs(detail.weights.values).max() > 1e-4
+    said = {
+        "nemotron_h": {"it has no mixer"},
+        "zamba2": {"its softmax attention is shared with other layers, or does not run by sdpa"},
+    }
+    assert set(lens.refused.values()) == said.get(kind, set())
+    for detail in lens.details([lens.heads[0], lens.heads[-1]]):
+        assert np.abs(detail.weights.values).max() > 1e-4
 
 
 @pytest.mark.slow

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from halflife import layers
 from halflife.analysis.foreign.load import load_foreign
-from halflife.analysis.foreign.model import ForeignModel
+from halflife.analysis.foreign.model import ForeignMixer, ForeignModel
+from halflife.analysis.look.foreign_attention import AGREEMENT, attention_reading, attentions
 from halflife.analysis.look.observe import Place, Take, reading_of
 from halflife.analysis.readable import Readable
 from halflife.files import CONFIG_JSON, read_json_object
 from halflife.models.convert import MIXERS, take_mixer
 from halflife.models.load import convertible, load_any
-
-AGREEMENT = 0.02  # of outputs, relative to the largest; rounding of bfloat16 stays below
 
 
 def load_for_lens(folder: Path, device: torch.device | str = "cpu") -> Readable:
@@ -52,10 +51,11 @@ def observe_foreign(model: ForeignModel, ids: Tensor, take: Take) -> dict[Place,
     refused: dict[Place, str] = {}
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
     with ExitStack() as hooks:
+        softmax = hooks.enter_context(attentions(model))
         for layer, block in enumerate(model.blocks):
             if block.mixer.decay is None:
-                kinds = " + ".join(block.mixer.kinds)
-                refused[Place(layer)] = f"{kinds} is read in models of halflife alone" if kinds else "it has no mixer"
+                if not _has_attention(block.mixer):
+                    refused[Place(layer)] = " + ".join(block.mixer.kinds) or "it has no mixer"
                 continue
             hook = partial(_keep, seen.setdefault(layer, []))
             hooks.enter_context(block.mixer.decay.mixer.register_forward_hook(hook, with_kwargs=True))
@@ -76,7 +76,20 @@ def observe_foreign(model: ForeignModel, ids: Tensor, take: Take) -> dict[Place,
         else:
             take(Place(layer), found)
         windows.clear()
+    for layer, block in enumerate(model.blocks):
+        if not _has_attention(block.mixer):
+            continue
+        place = Place(layer, "" if block.mixer.decay is None else "attention")
+        found = attention_reading(softmax.pop(layer, []), ids.numel())
+        if isinstance(found, str):
+            refused[place] = found
+        else:
+            take(place, found)
     return refused
+
+
+def _has_attention(mixer: ForeignMixer) -> bool:
+    return any(kind in ("softmax attention", "sliding-window attention") for kind in mixer.kinds)
 
 
 def _as_saved(model: ForeignModel) -> dict[str, Tensor]:

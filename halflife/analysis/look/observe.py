@@ -24,7 +24,7 @@ READ = ("linear_attention", "delta_rule", "dplr", "gate_rank", "log_linear_atten
 
 
 class Place(NamedTuple):
-    """A mixer of a model: the index of its layer, and "beside" for a mixer that comes after the layer's first one."""
+    """A mixer of a model: the index of its layer, and "beside" or "attention" for another mixer than its first one."""
 
     layer: int
     part: str = ""
