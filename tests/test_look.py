@@ -20,6 +20,7 @@ from halflife.analysis.look.readings import OpReading
 from halflife.cli import main
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.models import LanguageModel, checkpoint, preset
+from halflife.ops import available_backends
 from halflife.ops.backends import dispatch
 from halflife.ops.log_linear.rows import levels
 from halflife.ops.spec import OPS
@@ -126,6 +127,18 @@ def test_every_op_has_the_weights_and_the_rest_of_its_token_loop(op, kind, backe
     torch.testing.assert_close(reading.of([3, 1]).weights(), reading.weights()[[3, 1]], rtol=0, atol=EXACT)
     some, few = torch.tensor([2, 3, 7]), torch.tensor([0, 5, 10])
     torch.testing.assert_close(reading.left(some, few).double(), left[:, few][:, :, some], rtol=0, atol=EXACT)
+
+
+@cases("op, kind", *(case for case in CASES if "native" in available_backends(case[0])))
+def test_kernels_have_the_weights_too(op, kind):
+    x = inputs(op, kind)
+    settings = {"iterations": 30, "tolerance": 1e-6} if op == "ridge_attention" else {"scale": 1}
+    single = {name: None if part is None else part.float() for name, part in x.items()}
+    reading = OpReading(call_of(op, single, **settings), "native", T)
+    weights, left = loop(op, x)
+    torch.testing.assert_close(reading.weights().double(), weights, rtol=0, atol=4 * 3.2e-7)
+    at = torch.arange(T)
+    torch.testing.assert_close(reading.left(at, at).double(), left, rtol=0, atol=4 * 2e-7)
 
 
 def test_every_op_with_a_state_and_values_is_read():
