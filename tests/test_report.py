@@ -26,7 +26,7 @@ from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Serie
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
 from halflife.report.page import render
-from halflife.report.page.comparison import _table, findings
+from halflife.report.page.comparison import _table, about, findings, not_learned
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import run_figures, save_figures, write_report
 from halflife.report.style import model_styles, run_styles
@@ -585,6 +585,53 @@ def test_panels_of_a_training_have_one_range_of_steps(tmp_path):
     assert [max(series.x) for panel in figure.panels for series in panel.series] == [400, 300]
     ends = {tuple(panel["layout"]["xaxis"]["range"]) for panel in plot(figure).panels}
     assert ends == {axes.get_xlim() for axes in draw(figure).axes} == {(0, 408)}
+
+
+def guessing(folder, without_pairs=False):
+    """Give the last model of a run the accuracy of a guess in distribution; without pairs, as in words of a group."""
+    [head, *rows] = (folder / "results.csv").read_text().splitlines()
+    at = {name: head.split(",").index(name) for name in ("model", "test", "accuracy", "num_pairs", "shortcut_accuracy")}
+    changed = []
+    for row in (row.split(",") for row in rows):
+        if (row[at["model"]], row[at["test"]]) == (MODELS[-1], "in_distribution"):
+            row[at["accuracy"]] = str(float(row[at["shortcut_accuracy"]]) + 0.003)
+        row[at["num_pairs"]] = "" if without_pairs else row[at["num_pairs"]]
+        changed.append(",".join(row))
+    (folder / "results.csv").write_text("\n".join([head, *changed]) + "\n")
+    return results.read(folder)
+
+
+def test_models_at_the_level_of_a_guess_are_named(tmp_path, capsys):
+    run = guessing(make_run(tmp_path / "run"))
+    assert [model for model in run.models if run.not_learned(model)] == [MODELS[-1]]
+    assert not_learned(run)[0].startswith(f"Not learned: {MODELS[-1]}. ")
+    notes = {row[0].text: row[0].note for row in _table(run).cells() if row[0].note}
+    assert [model for model, note in notes.items() if "not learned" in note] == [MODELS[-1]]
+    show(*comparison_tables([vars(score) for score in run.scores]))
+    assert f"not learned, in distribution at the level of a guess: {MODELS[-1]}." in capsys.readouterr().out
+    whole = results.read(make_run(tmp_path / "other"))
+    assert not not_learned(whole)
+    assert "not learned" not in _table(whole).note + " ".join(row[0].note for row in _table(whole).cells())
+
+
+def test_a_task_without_pairs_is_described_without_keys(tmp_path, capsys):
+    run = guessing(make_run(tmp_path / "run"), without_pairs=True)
+    figure = comparison.accuracy(run)
+    said = " ".join([*findings(run), _table(run).note, *(series.group for p in figure.panels for series in p.series)])
+    assert "best guess" in said
+    assert "key" not in said
+    show(*comparison_tables([vars(score) for score in run.scores]))
+    assert "key" not in capsys.readouterr().out
+
+
+def test_the_page_says_what_the_task_is_and_why_the_loss_jumps(tmp_path):
+    folder = make_run(tmp_path / "run", models=("mamba2",), seeds=(0,))
+    stages = [[{"name": "mqar", "num_pairs": k}] for k in (2, 4, 8, 8)]
+    write_json(folder / "mamba2" / "lr0.01-seed0" / "run.json", {"steps": 400, "stages": stages})
+    task, jumps = about(results.read(folder))
+    assert task.startswith("The task mqar. Multi-query associative recall")
+    assert jumps == "Training goes from easier to harder tasks, so the loss jumps after step 100, 200."
+    assert task[:40] in Page(write_report(folder).read_text()).text
 
 
 def test_only_the_selected_learning_rate_counts(tmp_path):

@@ -72,6 +72,15 @@ class Score:
     lag: float = math.nan
 
 
+KEYLESS = "best answer that ignores the key"
+GUESS_MARGIN = 0.1  # of the way from a guess to no error; a model that is not beyond it has not learned
+
+
+def at_guess_level(accuracy: float, shortcut: float) -> bool:
+    """Whether an accuracy in distribution is hardly above that of the best answer without the key."""
+    return accuracy <= shortcut + GUESS_MARGIN * (1 - shortcut) < 1
+
+
 COLUMNS = {field.name: str(field.type) for field in fields(Score)}
 ADDED = ("loss", "validation", "lag")  # columns that a table may lack
 
@@ -204,6 +213,16 @@ class Comparison:
     def lengths(self, test: str) -> list[int]:
         """The lengths of a test in tokens, ascending."""
         return sorted({score.length for score in self.scores if score.test == test})
+
+    def guess(self, test: str) -> str:
+        """What `shortcut_accuracy` is in a test, in the words of its task."""
+        own = [score for score in self.scores if score.test == test]
+        return KEYLESS if any(math.isfinite(score.num_pairs) for score in own) else "best guess"
+
+    def not_learned(self, model: str) -> bool:
+        """Whether a model is at the level of a guess in distribution, see `at_guess_level`."""
+        inside = {"test": IN_DISTRIBUTION}
+        return at_guess_level(*(self.mean(model, column, **inside) for column in ("accuracy", "shortcut_accuracy")))
 
     def lag(self, test: str, length: int) -> float:
         """The median lag of a test at a length, tokens; NaN if the table does not say."""

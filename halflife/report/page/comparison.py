@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from halflife.files import flatten
+from halflife.files import RUN_JSON, flatten, read_json_object
 from halflife.report.figures.data import UNFINISHED
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.comparison import levels
 from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, mean, repeated_tests
+from halflife.tasks import TASKS
 
 
 class Column(NamedTuple):
@@ -36,7 +37,28 @@ LEARNING_RATE = Column("learning rate", "learning_rate", {}, lambda value: f"{va
 
 def comparison_page(run: Comparison) -> dict[str, Any]:
     """The variables of the page's template, without the figures."""
-    return sweep_page(run, findings(run), _table(run))
+    return sweep_page(run, [*about(run), *findings(run), *not_learned(run)], _table(run))
+
+
+def about(run: Comparison) -> list[str]:
+    """Say what the tasks are, and at which steps the curriculum makes them harder, where the loss jumps."""
+    first = next((one for one in run.trainings if (one.path / RUN_JSON).exists()), None)
+    config = read_json_object(first.path / RUN_JSON) if first else {}
+    stages, said = config.get("stages", []), []
+    for name in dict.fromkeys(task["name"] for stage in stages for task in stage if task.get("name") in TASKS.names()):
+        said.append(f"The task {name}. {TASKS.summary(name)}")
+    begins = [i * config.get("steps", 0) // len(stages) for i in range(1, len(stages)) if stages[i] != stages[i - 1]]
+    if begins:
+        steps = ", ".join(f"{step:,}" for step in begins)
+        said.append(f"Training goes from easier to harder tasks, so the loss jumps after step {steps}.")
+    return said
+
+
+def not_learned(run: Comparison) -> list[str]:
+    """Name the models that are at the level of a guess."""
+    lost = ", ".join(model for model in run.models if run.not_learned(model))
+    said = f"Not learned: {lost}. In distribution the accuracy is that of a guess, so other columns say nothing."
+    return [said] if lost else []
 
 
 def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, Any]:
@@ -80,12 +102,12 @@ def _finding(run: Comparison, test: str) -> str:
     if any(mean(seeds[model]) > shortcut for model in ranked):
         text = f"{task}, {best} is best with {spread(seeds[best])}"
     else:
-        text = f"{task}, no model beats the best answer that ignores the key. {best} has {spread(seeds[best])}"
+        text = f"{task}, no model beats the {run.guess(test)}. {best} has {spread(seeds[best])}"
     if others:
         text += f", followed by {others[0]} with {spread(seeds[others[0]])}"
         if min(_finite(seeds[best])) <= max(_finite(seeds[others[0]])):
             text += ". Their ranges overlap"
-    return f"{text}. An answer that ignores the key reaches {percent(shortcut, 2)}."
+    return f"{text}. The {run.guess(test)} reaches {percent(shortcut, 2)}."
 
 
 def spread(values: list[float], show: Callable[[float], str] = percent) -> str:
@@ -158,10 +180,11 @@ def rows_of_models(run: Comparison, columns: list[Column], measure: str) -> list
         measured = [[getattr(score, measure) for score in run.select(model, seed=seed)] for seed in seeds]
         diverged = sum(not _complete(values) for values in measured)
         counted = f"{len(seeds) - diverged} of {len(seeds)}" if diverged else str(len(seeds))
+        lost = ", not learned" * (measure == "accuracy" and run.not_learned(model))
         if len(seeds) == 1:  # its row would repeat the mean
-            rows += [[Cell(model, note=f"seed {seeds[0]}{', diverged' if diverged else ''}"), *means], GAP]
+            rows += [[Cell(model, note=f"seed {seeds[0]}{', diverged' if diverged else lost}"), *means], GAP]
             continue
-        rows.append([Cell(model, note=f"mean of {counted}" if seeds else "no results"), *means])
+        rows.append([Cell(model, note=f"mean of {counted}{lost}" if seeds else "no results"), *means])
         for seed in seeds:
             rows.append([f"seed {seed}", *(_cell(c, run.mean(model, c.column, **c.where, seed=seed)) for c in columns)])
         rows.append(GAP)
@@ -190,7 +213,7 @@ def _levels(run: Comparison) -> list[str]:
     for test in dict.fromkeys(test for test, _ in found):
         ends = [found[test, run.lengths(test)[i]] for i in (0, -1)]
         chance, shortcut = (" to ".join(dict.fromkeys(percent(x, 2) for x in each)) for each in zip(*ends, strict=True))
-        texts.append(f"{test.replace('_', ' ')}: chance {chance}, best answer that ignores the key {shortcut}")
+        texts.append(f"{test.replace('_', ' ')}: chance {chance}, {run.guess(test)} {shortcut}")
     return texts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from halflife.report.intervals import MIN_SEEDS, bootstrap
 from halflife.report.table import Table, styled
-from halflife.runs.records import LAG, repeated_tests
+from halflife.runs.records import IN_DISTRIBUTION, LAG, at_guess_level, repeated_tests
 
 MAX_COLUMNS = 12  # columns of tests that fit a terminal
 
@@ -32,8 +32,11 @@ def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
         if style:
             for end, values in _intervals(summary, row["model"], keys).items():
                 tests.append(styled("dim", "", end, *map(_percent, values)))
-    for i, level in enumerate(("chance", "ignoring the key")):
+    with_pairs = any(row["num_pairs"] not in (None, "") and not math.isnan(row["num_pairs"]) for row in rows)
+    for i, level in enumerate(("chance", "ignoring the key" if with_pairs else "best guess")):
         tests.append(styled("dim", level, "", *(f"{100 * values[i]:.1f}" for values in keys.values())))
+    if lost := _not_learned(rows):
+        notes.append(f"not learned, in distribution at the level of a guess: {', '.join(lost)}.")
     if any(_intervals(summary, row["model"], keys) for row in summary):
         notes.append("low, high: the ends of the 95 % interval of a mean, by bootstrap over seeds.")
     notes.append("state: the numbers that a model stores of one sequence.")
@@ -50,6 +53,16 @@ def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
         Table(("model", "lr", "seed", "parameters", "state", "tokens/s"), runs, title="runs"),
         Table(("model", "seed", *_headings(keys, lags)), tests, "\n".join(notes), "accuracy, %"),
     )
+
+
+def _not_learned(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The models that are at the level of a guess in distribution, at their selected rates."""
+    lost = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [r for r in rows if r["model"] == model and r["selected"] and r["test"] == IN_DISTRIBUTION]
+        if own and at_guess_level(*(fmean(row[column] for row in own) for column in ("accuracy", "shortcut_accuracy"))):
+            lost.append(model)
+    return lost
 
 
 def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[Any]) -> dict[str, list[float | None]]:
