@@ -12,7 +12,7 @@ import parity
 import timing
 import torch
 from gpu_clock import SCALES, Row, failed, measured
-from gpu_models import MODELS, decode_rows, koopman_layer, model, pass_rows, step_rows
+from gpu_models import MODELS, decode_rows, koopman_layer, model, pass_rows, passes, step_rows
 from torch import Tensor
 
 from halflife import ops
@@ -117,7 +117,7 @@ def launching(device: torch.device) -> list[Callable[[], object]]:
     for name in OPS:
         if "triton" in backends_of(name) and name != "ridge_attention, scalar":
             made += [partial(_op_launches, name, shape, size) for shape in shapes for size in scale.sizes]
-    return [*made, *(partial(_model_launches, name) for name in MODELS), _koopman_launches]
+    return [*made, *(partial(_model_launches, name) for name in MODELS), _pass_launches, _koopman_launches]
 
 
 def _op_launches(name: str, shape: tuple[int, int], size: int) -> None:
@@ -138,6 +138,15 @@ def _model_launches(name: str) -> None:
         if name != "llama":  # whose cache asks the device for its length
             with torch.no_grad():
                 built(ids[:1, :1], built(ids[:1, :64])[1])
+
+
+def _pass_launches() -> None:
+    import offline_models
+
+    with offline_models.on_a_gpu():
+        for run, given in passes("meta").values():
+            y = run()
+            torch.autograd.grad(y, given, torch.ones_like(y))
 
 
 def _koopman_launches() -> None:

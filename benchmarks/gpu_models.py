@@ -89,8 +89,8 @@ def koopman_layer(device: str) -> Callable[[], object]:
     return both
 
 
-def pass_rows(job: str, device: str) -> Iterator[Row]:
-    """Passes over memory, with the bytes a second that they reach: those of their inputs and outputs, once."""
+def passes(device: str) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+    """Passes over memory by name, each with the tensors that it reads and that have gradients."""
     scale = SCALES[device]
     (batch, length), heads, size = scale.step, scale.heads, scale.sizes[0]
     shape, wide = (batch, length, heads, size), heads * size
@@ -101,17 +101,22 @@ def pass_rows(job: str, device: str) -> Iterator[Row]:
     x, z = (leaf(batch, length, wide) for _ in range(2))
     weight, angles = leaf(wide), torch.rand(length, size // 2)
     cos, sin = (f(angles.to(device)) for f in (torch.cos, torch.sin))
-    o, taps = leaf(*shape), leaf(wide, 4)
-    passes: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
+    o, taps, mu = leaf(*shape), leaf(wide, 4), leaf(wide)
+    return {
         "conv": (lambda: ops.causal_conv1d(x, taps, activation="silu")[0], [x, taps]),
         "rms_norm": (lambda: fused.rms_norm(x, weight, 1e-5), [x, weight]),
         "rms_norm_of_gated": (lambda: fused.rms_norm_of_gated(x, z, weight, 1, 1e-5), [x, z, weight]),
         "l2_normalize": (lambda: fused.l2_normalize(o), [o]),
         "rotate": (lambda: fused.rotate(o, cos, sin), [o]),
         "swiglu": (lambda: fused.swiglu(x, z), [x, z]),
+        "token_mix": (lambda: fused.token_mix(x, z, [mu])[0], [x, z, mu]),
         "softplus of decays": (lambda: F.softplus(o[..., 0].float()), [o]),
     }
-    for name, (run, given) in passes.items():
+
+
+def pass_rows(job: str, device: str) -> Iterator[Row]:
+    """Passes over memory, with the bytes a second that they reach: those of their inputs and outputs, once."""
+    for name, (run, given) in passes(device).items():
         row: Row = {"part": "passes", "pass": name}
         try:
             y = run()
