@@ -117,6 +117,15 @@ def test_a_document_that_ended_is_lost(page, lens):
     assert "documents that ended" in page.inner_text("#status")
 
 
+def test_a_notebook_shows_the_page(page, lens):
+    notebook = page.context.browser.new_page()
+    notebook.set_content(f"<main>{lens._repr_html_()}</main>")
+    frame = notebook.frames[1]
+    frame.wait_for_function("document.getElementById('status').textContent.startsWith('Token 25')")
+    assert notebook.locator("iframe").get_attribute("title") == "a <lens>"
+    notebook.close()
+
+
 def test_names_and_roles_are_there_for_screen_readers(page):
     names = page.evaluate(
         "[...document.querySelectorAll('input, select, button, [tabindex]')].map(e => "

@@ -24,6 +24,7 @@
   };
   const percent = x => x >= 0.995 ? "100 %" : x >= 0.0995 ? `${Math.round(100 * x)} %` : x >= 0.0005 ? `${(100 * x).toFixed(1)} %` : "0 %";
   const life = x => x === null ? `> ${Math.floor(T / 2).toLocaleString("en")}` : x < 10 ? x.toFixed(1) : Math.round(x).toLocaleString("en");
+  const tokens = n => `${n.toLocaleString("en")} token${n === 1 ? "" : "s"}`;
   const word = i => `“${data.tokens[i].replace(/\n/g, "↵")}”`;
   const begins = i => data.documents.filter(first => first <= i).pop();
 
@@ -87,7 +88,7 @@
     if (view === "left") {
       let half = 0;
       for (let j = begins(cursor); j <= cursor; j++) half += alpha[j] >= 0.5;
-      return `${place}${half.toLocaleString("en")} of ${(cursor + 1 - begins(cursor)).toLocaleString("en")} tokens have at least half of their write left. Its half-life is ${life(head.half)} tokens, and it stores ${(head.stored[0] + head.stored[1] * (cursor + 1 - begins(cursor))).toLocaleString("en")} bytes${head.stored[1] ? `, ${head.stored[1]} for each token` : ""}.`;
+      return `${place}half or more of the write is left of ${half.toLocaleString("en")} of ${tokens(cursor + 1 - begins(cursor))}. Its half-life is ${life(head.half)} tokens, and it stores ${(head.stored[0] + head.stored[1] * (cursor + 1 - begins(cursor))).toLocaleString("en")} bytes${head.stored[1] ? `, ${head.stored[1]} for each token` : ""}.`;
     }
     if (view === "lost") {
       let over = 0, faded = 0;
@@ -97,8 +98,8 @@
     if (!pairs.length) return place + (view === "read" ? "it reads nothing." : "no later token reads it among the most that it reads.");
     const [i, share] = pairs[0];
     return view === "read"
-      ? `${place}most of what it reads is ${word(i)}, ${i === cursor ? "itself" : `${(cursor - i).toLocaleString("en")} tokens back`}, with ${percent(Math.abs(share))}.`
-      : `${place}it is read most at ${word(i)}, ${(i - cursor).toLocaleString("en")} tokens later, where it is ${percent(Math.abs(share))} of what is read.`;
+      ? `${place}most of what it reads is ${word(i)}, ${i === cursor ? "itself" : `${tokens(cursor - i)} back`}, with ${percent(Math.abs(share))}.`
+      : `${place}it is read most at ${word(i)}, ${tokens(i - cursor)} later, where it is ${percent(Math.abs(share))} of what is read.`;
   }
   function legend(d) {
     if (view === "left") return "The darker a token, the more of its write is left in the state at the cursor.";
