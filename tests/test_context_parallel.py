@@ -24,7 +24,8 @@ from halflife.hf import HalflifeForCausalLM
 from halflife.layers.mixer import Mixer
 from halflife.models import LanguageModel, preset
 from halflife.parallel import Piece, Pieces, context_parallel
-from halflife.training.config import ExecutionConfig
+from halflife.training.config import ExecutionConfig, TrainConfig
+from halflife.training.plan import Card, Needs
 
 # Those with a norm of the whole sequence, or of the first call, read it otherwise in pieces.
 NAMES = [name for name in combinations()[0] if "ska_paper" not in name and not name.startswith("echo_paper")]
@@ -197,6 +198,40 @@ def test_what_cannot_be_is_refused(monkeypatch):
     assert_raises(ValueError, "a block apart", ExecutionConfig, context_parallel=2, fsdp=True)
     assert ExecutionConfig(context_parallel=2).num_micro_batches(6) == 2
     assert_raises(ValueError, "2 processes of 2 pieces", ExecutionConfig(context_parallel=2).num_micro_batches, 5)
+
+
+@pytest.mark.parametrize("name", ["mamba2+post+gate_rank", "gated_deltanet", "llama"])
+def test_a_plan_has_the_bytes_that_are_sent(name):
+    """Of a step on two ranks, without the descriptions of messages; a state is rounded to float32 there."""
+    model, ids = build(name, torch.float32), draw(2, 129)
+    copies = [deepcopy(model) for _ in range(2)]
+
+    def work(group):
+        context = context_parallel(copies[group.rank()], group)
+        model = copies[group.rank()]
+        measured(*forward(model, context.piece.of(ids[:, :-1]), context.piece.of(ids[:, 1:]), None, None))
+        return context.sent
+
+    settings = {"steps": 1, "batch_size": 2, "learning_rate": 1e-3}
+    needs = Needs.of(TrainConfig(model=model.config, **settings), 64, recompute=False)  # what a rank has read
+    assert sum(on_ranks(2, work)) == pytest.approx(needs.sent(2, 2) - 4 * needs.parameters, rel=0.06)
+
+
+def test_plans_fit():
+    config = TrainConfig(model=preset("mamba2", **SIZES), steps=10, batch_size=4, learning_rate=1e-3)
+    needs = Needs.of(config, 1 << 20, recompute=False)
+    card = Card(memory=needs.memory(2, 1 << 20), product=1e12, wire=1e11)
+    plans = [needs.plan(count, card) for count in (1, 2, 4, 8, 16, 12)]
+    assert [plan.context for plan in plans] == [1, 2, 2, 2, 4, 3]
+    assert [plan.memory <= card.memory for plan in plans] == [False, *[True] * 5]
+    for plan in plans:
+        assert needs.memory(plan.gpus, plan.longest) == pytest.approx(card.memory, rel=1e-4)
+        work = needs.costs.training_operations(1 << 20) * 4 * (1 << 20)
+        wait = (2 + plan.context - 1) / 2
+        assert plan.step_seconds == pytest.approx(work * wait / (plan.gpus * 1e12) + plan.sent / 1e11)
+    again = Needs.of(config, 1 << 20, recompute=True)
+    assert again.memory(1, 1 << 20) < needs.memory(1, 1 << 20)
+    assert again.step_seconds(1, 1, card) == pytest.approx(4 / 3 * needs.step_seconds(1, 1, card))
 
 
 @pytest.mark.slow

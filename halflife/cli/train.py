@@ -123,6 +123,10 @@ class TrainExecution(Execution):
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     context_parallel: int = 1
     """With torchrun, processes that share each row: each has a piece, and states pass from one to the next."""
+    gpus: int | None = None
+    """With --dry-run, also what each of 1, 2, 4, … to this many GPUs needs, and the longest row that they train on."""
+    gpu: str = "h100"
+    """The kind of these GPUs; h100 is the one that has been measured."""
     tensorboard: bool = False
     """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
@@ -149,8 +153,8 @@ class Train:
       halflife train --config run.yaml --lr 3e-3
       halflife train --resume runs/20260101-120000-mamba2
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp
-      torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --context 262144 \
-          --batch-size 1 --context-parallel 8
+      halflife train mamba2 --size decay-160m --data notes.txt --tokens 10B --bf16 --dry-run --gpus 64
+      torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --context-parallel 8
     """
 
     model: Positional[str | None] = None
@@ -198,7 +202,7 @@ class Train:
             command, overrides = take_overrides(self, OPTIONS)
             config = command._configure(overrides, show=show and rank() == 0)
             if self.job.dry_run:
-                return _print_needs(config, rows)
+                return _print_needs(config, own)
         if rank() == 0:
             say(f"writing to {folder}")
             if show and not (folder / RESULT_JSON).exists() and (trial := _try(config, rows)):
@@ -313,11 +317,14 @@ def _try(config: LanguageConfig, rows: int | None) -> Trial | None:
     return try_runs([(config, config.sequences())], training_device(), rows) if world_size() == 1 else None
 
 
-def _print_needs(config: LanguageConfig, rows: int | None) -> None:
-    """Print the settings of a run, and what it needs."""
-    from halflife.report.tables.estimate import print_needs
+def _print_needs(config: LanguageConfig, own: TrainExecution) -> None:
+    """Print the settings of a run, and what it needs, here and on GPUs."""
+    from halflife.report.tables.estimate import print_needs, print_plans
     from halflife.training.estimate import estimate
 
     run = config.to_dict()
     model = run.pop("model")
-    print_needs({"model": model, "run": run}, [(estimate(config, config.sequences(), rows), 1)], config.bf16)
+    sequences = config.sequences()
+    print_needs({"model": model, "run": run}, [(estimate(config, sequences, own.micro_batch_size), 1)], config.bf16)
+    if own.gpus is not None:
+        print_plans(config, max(sequences), own.gpus, own.gpu, own.gradient_checkpointing)

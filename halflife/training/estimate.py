@@ -50,17 +50,22 @@ class Costs:
         operations: floating-point operations a token, on sequences of a length. They grow with the length for softmax
             attention alone. Elementwise operations and recomputed activations are not counted.
         saved: bytes that a number of tokens saves for the backward pass, in sequences of `LONG` tokens at most.
+        state: bytes of the state of a sequence after a number of tokens.
     """
 
     operations: Line
     saved: Line
+    state: Line
 
     def training_operations(self, length: int) -> float:
         """Operations a token in training on sequences of a length, three times those of the forward pass."""
         return 3 * self.operations.at(length)
 
     def plus(self, other: Costs, times: float) -> Costs:
-        return Costs(self.operations.plus(other.operations, times), self.saved.plus(other.saved, times))
+        pairs = zip(
+            (self.operations, self.saved, self.state), (other.operations, other.saved, other.state), strict=True
+        )
+        return Costs(*(a.plus(b, times) for a, b in pairs))
 
 
 @dataclass(frozen=True)
@@ -132,18 +137,18 @@ def _model_costs(config_json: str, bf16: bool) -> Costs:
 def _count(config: ModelConfig, bf16: bool) -> Costs:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    def count(tokens: int) -> tuple[float, float]:
+    def count(tokens: int) -> tuple[float, float, float]:
         try:
             return _count_pass(config, tokens, bf16, fake=True)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return _count_pass(config, tokens, bf16, fake=False)
 
-    operations, saved = zip(count(SHORT), count(LONG), strict=True)
-    return Costs(Line(operations[0] / SHORT, operations[1] / LONG), Line(*saved))
+    operations, saved, state = zip(count(SHORT), count(LONG), strict=True)
+    return Costs(Line(operations[0] / SHORT, operations[1] / LONG), Line(*saved), Line(*state))
 
 
-def _count_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> tuple[float, float]:
-    """Operations of a forward pass on one sequence, and the bytes that it saves for the backward pass."""
+def _count_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> tuple[float, float, float]:
+    """Operations of a forward pass on one sequence, the bytes that it saves for the backward pass, and its state's."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() if fake else nullcontext(), torch.random.fork_rng(devices=[]):
@@ -155,12 +160,13 @@ def _count_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> tup
             FlopCounterMode(display=False, custom_mapping=formulas) as counter,
             torch.autocast("cpu", torch.bfloat16, enabled=bf16),
         ):
-            hidden, _ = model.hidden(ids)
+            hidden, state = model.hidden(ids)
             kept = dict(saved)
             model.logits(hidden)  # the loss computes logits in pieces, and saves none
         for tensor in (*model.parameters(), *model.buffers()):
             kept.pop(tensor.untyped_storage()._cdata, None)
-    return float(counter.get_total_flops()), float(sum(kept.values()))
+    states = sum(x.nbytes for layer in state for x in layer.values())
+    return float(counter.get_total_flops()), float(sum(kept.values())), float(states)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from halflife.evaluation.memory import format_bytes
 from halflife.models import ModelConfig
 from halflife.report.table import Table, show, styled
 from halflife.runs.one import training_device
+from halflife.training.config import TrainConfig
 from halflife.training.estimate import Estimate
 from halflife.training.speed import gemm_rate
 from halflife.training.trial import Trial
@@ -52,6 +53,36 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
         f"activations: what the forward pass of {rows} sequences saves. --micro-batch-size holds fewer at once."
     )
     show(Table(HEADINGS, [*table, styled("bold", *cells)], note, "needs"))
+
+
+def print_plans(config: TrainConfig, length: int, gpus: int, gpu: str, recompute: bool) -> None:
+    """Print a row for 1, 2, 4, … to `gpus` GPUs: what each of them needs at least, and the longest row.
+
+    Raises:
+        ValueError: there are fewer than 1, or the kind is unknown.
+    """
+    from halflife.training.plan import GPUS, Needs
+
+    if gpus < 1:
+        raise ValueError(f"--gpus must be at least 1; got {gpus}")
+    needs, counts = Needs.of(config, length, recompute), [2**i for i in range(gpus.bit_length()) if 2**i < gpus]
+    plans = [needs.plan(count, GPUS[gpu]) for count in (*counts, gpus)]
+    headings = ("GPUs", "GPUs a row", "memory of one", "sent by one a step", "a step", "the run", "longest row")
+    rows: list[Any] = [
+        (
+            f"{plan.gpus:,}", f"{plan.context:,}", format_bytes(plan.memory), format_bytes(plan.sent),
+            format_seconds(plan.step_seconds), format_seconds(3600 * plan.hours), f"{plan.longest:,}",
+        )
+        for plan in plans
+    ]  # fmt: skip
+    note = (
+        f"Predicted, not measured, for {gpu} ({GPUS[gpu].memory / 1e9:.0f} GB): products in bfloat16 at the rate that "
+        "one has reached,\na row at a time in each group, and weights, gradients and moments in float32 on every GPU.\n"
+        "Times are floors, of products and the wire alone. The longest row is that of all GPUs together."
+    )
+    show(
+        Table(headings, rows, note, f"on GPUs: {needs.steps:,} steps of {needs.rows:,} rows of {needs.length:,} tokens")
+    )
 
 
 def describe_trial(trial: Trial, here: bool = True) -> str:
