@@ -15,7 +15,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from halflife.ops.backends.triton.delta.pairs import by_pair, load_pair, product, store_scaled
+from halflife.ops.backends.triton.delta.pairs import by_pair, load_triangle, product, store_scaled
 from halflife.ops.backends.triton.segments import segment_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
 from halflife.ops.backends.triton.walks import load, load_state, store_state
@@ -37,7 +37,6 @@ def adjoint_kernel(
     PARTS: tl.constexpr = (V + BV - 1) // BV
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
     POWERS: tl.constexpr = 2 * PARTS if MODE == 2 else PARTS
-    PAIR: tl.constexpr = 1 if inverse.dtype.element_ty == tl.float32 else 2
     h = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     segment = tl.program_id(1)
@@ -63,7 +62,7 @@ def adjoint_kernel(
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
         qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
         dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
-        solved, solved_low = load_pair(inverse + (token * H + h) * C * PAIR, cc, cc, inside, H * C * PAIR, C, C)
+        solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
         strength = tl.load(beta + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
         if states is not None:
             here = (token // C + segment) * H + h

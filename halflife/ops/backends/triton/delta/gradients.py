@@ -17,7 +17,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from halflife.ops.backends.triton.delta.pairs import by_pair, load_pair, load_scaled, pair_by, product
+from halflife.ops.backends.triton.delta.pairs import by_pair, load_scaled, load_triangle, pair_by, product
 from halflife.ops.backends.triton.gates import log_grads_of_sums, pair_sums, put_log_grad
 from halflife.ops.backends.triton.segments import segment_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
@@ -37,11 +37,10 @@ def gradients_kernel(
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
     SCALED: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     POWERS: tl.constexpr = 2 * SCALED if MODE == 2 else SCALED
-    PAIR: tl.constexpr = 1 if inverse.dtype.element_ty == tl.float32 else 2
     WHOLE: tl.constexpr = K if K % BK == 0 else BK
-    h = tl.program_id(0)
-    segment = tl.program_id(1) // (LENGTH // C)
-    index = tl.program_id(1) % (LENGTH // C)
+    h = tl.program_id(0) % H
+    segment = tl.program_id(0) // H // (LENGTH // C)
+    index = tl.program_id(0) // H % (LENGTH // C)
     first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
     if index * C >= tokens:
         return
@@ -95,7 +94,7 @@ def gradients_kernel(
         met += met_slowly * left_slow[None, :]
     vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
     dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
-    solved, solved_low = load_pair(inverse + (token * H + h) * C * PAIR, cc, cc, inside, H * C * PAIR, C, C)
+    solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
     us = (vs.to(tl.float32) - read) * strength[:, None]
     us = pair_by(solved, solved_low, us, tl.zeros([C, BV], tl.float32), PRECISION)
     decays = stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE)

@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
 
     operands: Operands
     beta: Tensor
-    inverse: Tensor  # of the systems of all chunks, one row a token, in float32 or as bfloat16 pairs
+    inverse: Tensor  # of the systems of all chunks, see `pairs.store_triangle`: [B, T, H, 24 or 48]
 
     def new_states(self) -> States:
         """Allocate a state for every chunk, transposed, and the powers of two."""
@@ -69,9 +69,8 @@ def prepare(
     sums = sums_of(q, v, (g_slow, g_fast), segments, walk.chunk)
     operands = Operands(rows_of(q), rows_of(k), rows_of(v), (g_slow, g_fast), sums, scale, segments, walk, grads)
     exact, k = q.dtype == torch.float32, operands.k
-    inverse = q.new_empty(
-        batch, length, heads, walk.chunk if exact else 2 * walk.chunk, dtype=torch.float32 if exact else torch.bfloat16
-    )
+    numbers, dtype = 3 * walk.chunk // 4 if walk.chunk > 16 else walk.chunk, torch.float32 if exact else torch.bfloat16
+    inverse = q.new_empty(batch, length, heads, numbers if exact else 2 * numbers, dtype=dtype)
     if segments.count * heads:
         launch(invert_kernel, (segments.count * (segments.length // walk.chunk), heads))(
             k, beta, sums, inverse, segments.table, length, segments.length, segments.per_sequence, batch * length,
@@ -165,7 +164,7 @@ def backward(
     dq, dk, dv, dbeta = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(beta)
     dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in x.gates)
     if x.segments.count * heads:
-        launch(gradients_kernel, (heads, x.segments.count * (x.segments.length // x.grads.chunk)))(
+        launch(gradients_kernel, (x.segments.count * (x.segments.length // x.grads.chunk) * heads,))(
             x.q, x.k, x.v, do, beta, call.inverse, x.sums, *x.gates, *states, *dstates, dq, dk, dv, dbeta, dg_slow,
             dg_fast, *x.tail(), COLUMNS=x.walk.columns, **x.constants(x.grads),
         )  # fmt: skip

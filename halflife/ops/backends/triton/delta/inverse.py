@@ -12,7 +12,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from halflife.ops.backends.triton.delta.pairs import store_pair
+from halflife.ops.backends.triton.delta.pairs import store_triangle
 from halflife.ops.backends.triton.gates import dot
 from halflife.ops.backends.triton.segments import segment_tokens
 from halflife.ops.backends.triton.sums import stored_decays
@@ -75,7 +75,7 @@ def invert_kernel(
     k, beta, sums, inverse, table, T, LENGTH, PER, TOKENS, H: tl.constexpr, SK: tl.constexpr, KT: tl.constexpr,
     KH: tl.constexpr, K: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`(I + L)⁻¹` of one chunk and head, one row a token, `[B·T, H, C]`."""
+    """`(I + L)⁻¹` of one chunk and head, stored by `pairs.store_triangle`."""
     segment = tl.program_id(0) // (LENGTH // C)
     index = tl.program_id(0) % (LENGTH // C)
     h = tl.program_id(1)
@@ -92,5 +92,5 @@ def invert_kernel(
     strength = tl.load(beta + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
     lower *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE) * strength[:, None]
     solved = unit_lower_inverse(tl.where(cc[:, None] > cc[None, :], lower, 0.0), C)
-    NUMBERS: tl.constexpr = C if inverse.dtype.element_ty == tl.float32 else 2 * C
-    store_pair(inverse + (token * H + h) * NUMBERS, solved, cc, cc, inside, H * NUMBERS, C, C)
+    size = tl.minimum(C, tokens - index * C)
+    store_triangle(inverse, solved, token, h, H, size, cc, inside, C)

@@ -45,31 +45,48 @@ def product(x, y, out, PRECISION: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def load_pair(at, rows, cols, inside, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows that `store_pair` stored, as (high, low). What is stored in float32 is high, without a low part."""
-    high = load(at, rows, cols, inside, stride, SIZE, BLOCK)
-    if at.dtype.element_ty == tl.float32:
-        return high, high
-    else:
-        return high, load(at + SIZE, rows, cols, inside, stride, SIZE, BLOCK)
+def _triangle(at, first, h, H, size, cc, inside, C: tl.constexpr):
+    """Return where the lower triangular matrix `[C, C]` of a head and `size` tokens is, and which places there are.
+
+    It is stored in pieces of 16 numbers: one for each of the first 16 rows, two for each later one. Of the 2 bfloat16
+    numbers of a pair, the 16 low ones follow the 16 high ones.
+    """
+    PAIR: tl.constexpr = 1 if at.dtype.element_ty == tl.float32 else 2
+    ROW: tl.constexpr = 3 * C // 4 if C > 16 else C
+    piece = (cc + tl.maximum(cc - 16, 0))[:, None] + (cc // 16)[None, :]
+    there = inside[:, None] & ((cc >= 16)[:, None] | (cc < 16)[None, :])
+    return at + (first * H + h * size) * (ROW * PAIR) + piece * (16 * PAIR) + (cc % 16)[None, :], there
 
 
 @triton.jit
 @no_type_check
-def store_pair(at, value, rows, cols, inside, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a float32 `value` in float32, or as two bfloat16 numbers, in rows of 2 · SIZE."""
+def load_triangle(at, first, h, H, size, cc, inside, C: tl.constexpr):
+    """Load what `store_triangle` stored, as (high, low). What is stored in float32 is high, without a low part."""
+    places, there = _triangle(at, first, h, H, size, cc, inside, C)
+    high = tl.load(places, mask=there, other=0.0)
     if at.dtype.element_ty == tl.float32:
-        store(at, value, rows, cols, inside, stride, SIZE, BLOCK)
+        return high, high
+    else:
+        return high, tl.load(places + 16, mask=there, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def store_triangle(at, value, first, h, H, size, cc, inside, C: tl.constexpr):
+    """Store a lower triangular `value [C, C]` for the tokens from `first` on, in float32 or as two bfloat16 numbers."""
+    places, there = _triangle(at, first, h, H, size, cc, inside, C)
+    if at.dtype.element_ty == tl.float32:
+        tl.store(places, value, mask=there)
     else:
         high, low = split(value)
-        store(at, high, rows, cols, inside, stride, SIZE, BLOCK)
-        store(at + SIZE, low, rows, cols, inside, stride, SIZE, BLOCK)
+        tl.store(places, high, mask=there)
+        tl.store(places + 16, low, mask=there)
 
 
 @triton.jit
 @no_type_check
 def by_pair(x, high, low, out, PRECISION: tl.constexpr):
-    """Compute `x (high + low) + out`, for a pair of `load_pair` or its transpose."""
+    """Compute `x (high + low) + out`, for a pair of `load_triangle` or its transpose."""
     if high.dtype == tl.float32:
         return product(x, high, out, PRECISION)
     elif x.dtype == tl.bfloat16:

@@ -16,7 +16,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from halflife.ops.backends.triton.delta.pairs import by_pair, load_pair, product, store_scaled
+from halflife.ops.backends.triton.delta.pairs import by_pair, load_triangle, product, store_scaled
 from halflife.ops.backends.triton.segments import segment_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
 from halflife.ops.backends.triton.walks import load, load_state, store, store_state
@@ -38,7 +38,6 @@ def write_kernel(
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
-    PAIR: tl.constexpr = 1 if inverse.dtype.element_ty == tl.float32 else 2
     POWERS: tl.constexpr = 2 * PARTS if MODE == 2 else PARTS
     h = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -66,7 +65,7 @@ def write_kernel(
         size = tl.minimum(C, tokens - step * C)
         at = token if MODE == 0 else sums + h * TOKENS + token
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
-        solved, solved_low = load_pair(inverse + (token * H + h) * C * PAIR, cc, cc, inside, H * C * PAIR, C, C)
+        solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
         strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
         weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
         us = product(fast, tl.trans(ks), tl.zeros([BV, C], tl.float32), PRECISION) * weight[None, :]
