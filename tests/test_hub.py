@@ -1,6 +1,7 @@
 """Data sets of the Hugging Face hub: their names, reading one with `datasets`, model cards, and what is shared."""
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -17,6 +18,7 @@ from helpers import assert_raises, cases
 from halflife.cli import main
 from halflife.data import documents, hub
 from halflife.data.documents import find
+from halflife.extras import install
 from halflife.files import read_json, write_json
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.card import write_card
@@ -134,7 +136,7 @@ def test_a_data_set_that_is_not_there(data_set, tmp_path):
 
 def test_a_data_set_without_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"hf:a/b needs datasets: pip install 'halflife-lm\[train\]'"):
+    with pytest.raises(ImportError, match=re.escape(f"hf:a/b needs datasets: {install('train')}")):
         find([f"hf:a/b@{COMMIT}"], "text", tmp_path)
 
 

@@ -393,6 +393,7 @@ def test_tables_under_plots_have_the_numbers_of_the_results(shown, comparison):
 
 def test_a_run_on_text_shows_its_numbers(text, trained):
     result = read_json(trained / "result.json")
+    assert text.page.locator(".samples").inner_text().strip() == (trained / "samples.txt").read_text().strip()
     perplexity, position = tables(text.page, "length")
     for row in result["lengths"]:
         assert number(perplexity[f"{row['length']:,}", "rwkv7+post"]) == pytest.approx(row["perplexity"], rel=1e-4)

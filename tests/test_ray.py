@@ -19,6 +19,7 @@ from helpers import assert_raises, cases
 from tiny_runs import SMALL, rows_of
 
 from halflife.cli import main
+from halflife.extras import install
 from halflife.lab.experiments import compare as comparison
 from halflife.runs import cluster as cluster_module
 from halflife.runs import pool, worker
@@ -371,7 +372,7 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
 def test_workers_must_see_the_folder_and_ray_must_be_installed(tmp_path, monkeypatch):
     assert_raises(ValueError, "share", pool.run_job_in_worker, job(tmp_path / "nowhere"), 1)
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert_raises(ImportError, r"pip install 'halflife-lm\[sweep\]'", pool.make_runner, "ray")
+    assert_raises(ImportError, re.escape(install("sweep")), pool.make_runner, "ray")
 
 
 @cases(

@@ -16,8 +16,10 @@ from halflife import LanguageModel, preset
 from halflife.data.tokenizers import ByteTokenizer
 from halflife.evaluation import ruler as evaluation
 from halflife.evaluation.batched import generate
+from halflife.evaluation.ruler import standard_error
 from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.figures.ruler import ruler_figure, write_figure
+from halflife.report.tables.evaluation import evaluation_table
 from halflife.tasks.ruler import HAYSTACK_PARTS, NEEDLES, NOISE, RULER, Request, example, names
 
 ESSAY = " ".join(f"Some day number {i} of the year {i * i} was rather {'un' * (i % 5)}eventful." for i in range(900))
@@ -433,3 +435,11 @@ def test_the_figure_shows_every_mean(tmp_path):
     assert [file.name for file in write_figure(details, tmp_path)] == ["ruler.png", "ruler.svg"]
     assert all(file.stat().st_size > 1000 for file in tmp_path.iterdir())
     assert_raises(ValueError, "no example", ruler_figure, [])
+
+
+def test_scores_have_errors_also_where_nothing_is_found():
+    """Agresti and Coull's: 0 of 20 is (2/24)(22/24)/24 under the root. A table has it beside the level of a guess."""
+    assert standard_error(0, 20) == pytest.approx((2 / 24 * 22 / 24 / 24) ** 0.5)
+    assert standard_error(20, 20) == pytest.approx(standard_error(0, 20))
+    row = {"task": "niah", "metric": "found", "value": 0.0, "stderr": standard_error(0, 20), "guess": 0.0}
+    assert evaluation_table([row]).markdown().splitlines()[-1] == "| niah | found | 0.0000 | 0.0564 | 0.0000 |"

@@ -186,7 +186,8 @@ class Eval:
         result["ruler"] = {"rows": measured.rows, "details": measured.details}
         for row in measured.rows:
             task, metric = f"{OFFLINE}{row['task']}", f"found in {row['length']:,} tokens ({row['haystack']})"
-            result["rows"].append({"task": task, "metric": metric, "value": row["score"], "stderr": None})
+            found = {"value": row["score"], "stderr": row["stderr"], "guess": 0.0}  # nothing is found by chance
+            result["rows"].append({"task": task, "metric": metric, **found})
         write_figure(measured.details, output)
 
     def _add_harness(self, result: dict[str, Any], model: Any, tokenizer: Any, tasks: Sequence[str]) -> None:

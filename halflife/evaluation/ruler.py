@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ class Ruler(NamedTuple):
     """RULER's scores of a model.
 
     Attributes:
-        rows: `{"task", "length", "haystack", "score", "examples"}` for each task and length; score is the mean.
+        rows: `{"task", "length", "haystack", "score", "stderr", "examples"}` for each task and length; score is the
+            mean.
         details: `{"task", "length", "depth", "score"}` for each example; depth as in `tasks.ruler.Example`.
     """
 
@@ -87,7 +89,8 @@ def evaluate(
                 )
                 progress.advance(bar, length * len(batch))
             row = {"task": task, "length": length, "haystack": haystack}
-            result.rows.append({**row, "score": sum(scores) / examples, "examples": examples})
+            found = {"score": sum(scores) / examples, "stderr": standard_error(sum(scores), examples)}
+            result.rows.append({**row, **found, "examples": examples})
     return result
 
 
@@ -102,3 +105,9 @@ def _scores(model: LanguageModel, tokenizer: Tokenizer, batch: Sequence[ruler.Ex
         sum(reference.lower() in text for reference in example.references) / len(example.references)
         for example, text in zip(batch, texts, strict=True)
     ]
+
+
+def standard_error(total: float, count: int) -> float:
+    """The standard error of a mean of `count` scores in [0, 1], also where none or all are right (Agresti, Coull)."""
+    mean = (total + 2) / (count + 4)
+    return math.sqrt(mean * (1 - mean) / (count + 4))

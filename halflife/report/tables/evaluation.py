@@ -17,18 +17,19 @@ def write_evaluation(result: dict[str, Any], output: Path) -> None:
 
 
 def evaluation_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The table of the rows `{"task", "metric", "filter", "value", "stderr"}` of an evaluation.
+    """The table of the rows `{"task", "metric", "filter", "value", "stderr", "guess"}` of an evaluation.
 
-    The filter that extracts an answer from a text stands in brackets after the metric.
+    "guess" is the level of a guess, where it is known. The filter that extracts an answer from a text stands in
+    brackets after the metric.
     """
     cells = [
         (
             row["task"], row["metric"] if row.get("filter", "none") == "none" else f"{row['metric']} ({row['filter']})",
-            _number(row["value"]), "" if row["stderr"] is None else _number(row["stderr"]),
+            _number(row["value"]), *("" if row.get(key) is None else _number(row[key]) for key in ("stderr", "guess")),
         )
         for row in rows
     ]  # fmt: skip
-    return Table(("task", "metric", "value", "± stderr"), cells, left=("task", "metric"))
+    return Table(("task", "metric", "value", "± stderr", "guess"), cells, left=("task", "metric"))
 
 
 def _number(value: Any) -> str:
