@@ -55,7 +55,7 @@ def step(model, ids, piece, total, recompute):
 def worker(arguments):
     """A process of torchrun, or the only one: times of steps, and memory."""
     torch.set_num_threads(arguments.threads)
-    model, piece, context = build(arguments.model, arguments.layers), Piece(0, 1), None
+    model, piece, context = build(arguments.model, arguments.layers, arguments.width), Piece(0, 1), None
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
         context = context_parallel(model)
@@ -86,7 +86,13 @@ def worker(arguments):
 
 def measure(processes, threads, arguments, **changed):
     """The rows of one process, or of several that torchrun starts."""
-    options = {"length": arguments.length, "layers": arguments.layers, "runs": arguments.runs, "model": arguments.model}
+    options: dict[str, object] = {
+        "length": arguments.length,
+        "layers": arguments.layers,
+        "runs": arguments.runs,
+        "width": arguments.width,
+        "model": arguments.model,
+    }
     command = [__file__, "worker", "--threads", str(threads), *(["--recompute"] if arguments.recompute else [])]
     command += [word for name, value in (options | changed).items() for word in (f"--{name}", str(value))]
     start = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -135,7 +141,14 @@ def sent(arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "memory", "bytes", "worker"])
-    for name, default in (("length", 16384), ("layers", 8), ("runs", 5), ("processes", 4), ("threads", 1)):
+    for name, default in (
+        ("length", 16384),
+        ("layers", 8),
+        ("runs", 5),
+        ("processes", 4),
+        ("threads", 1),
+        ("width", 256),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", default="mamba2+post")
     parser.add_argument("--recompute", action="store_true", help="activation checkpoints")
