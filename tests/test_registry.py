@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from combinations import EARLIER, LATER, SIZES
+from combinations import LATER, SIZES
 from helpers import add_noise, assert_close, assert_packs, assert_pads, assert_same, assert_streams
 from pairwise import slow_beyond
 from safetensors.torch import load_file
@@ -78,6 +78,7 @@ DECAYS_DRAWN = {"A_log", "dt_bias"}  # drawn after maps whose draws depend on th
 # Decays that differ from another one in numbers alone, or in what test_decay_forms.py tests.
 NUMBERS = ("gla_released", "mamba2_released", "hgrn2_released", "tnl_released", "tnl_l_released", "retnet_paper")
 FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in (*NUMBERS, *LATER)]
+LEARNING = ["mamba2", "gated_deltanet", "rwkv7", "gla", "llama", "echo"]
 each_model = pytest.mark.parametrize("name", slow_beyond(FAST, CONFIGURATIONS))
 # Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).
 CAUSAL = [name for name in CONFIGURATIONS if name != "echo_paper"]
@@ -115,7 +116,7 @@ def kept(model):
     return {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
 
 
-@pytest.mark.parametrize("name", slow_beyond(EARLIER, CONFIGURATIONS))
+@pytest.mark.parametrize("name", slow_beyond(LEARNING, CONFIGURATIONS))
 def test_learns_sixteen_sequences_by_heart(name):
     """A bigram model would stay at 2 nats. The first tokens differ, so that every token can be known."""
     model = build(name)

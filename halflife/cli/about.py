@@ -70,7 +70,7 @@ class Info:
             print(f"{name:13} {version}")
         device = default_device(self.device)
         print_backends(device)
-        report = ops.selfcheck(device)
+        report = ops.selfcheck(device, length=70)  # more than a chunk
         print(f"\n{report}")
         if not report.ok:
             raise SystemExit(1)
