@@ -23,7 +23,8 @@ native: $(VENV)/installed
 	-$(BIN)/halflife build
 
 demo: native
-	$(BIN)/halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
+	$(BIN)/halflife compare retnet mamba2 gated_deltanet --task mqar --scale smoke
+	$(BIN)/halflife look "$$(ls -td runs/*-mqar-smoke | head -1)"
 
 # The report page is tested in a browser. Who is not root installs one, or sees why those tests are skipped.
 chromium:
