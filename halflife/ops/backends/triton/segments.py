@@ -112,7 +112,7 @@ _EXACT = {"walk": (16, 32), "grads": (16, 16)}  # products of float32 use no ten
 def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
     """The settings of a kernel ("walk" or "grads") whose chunks have at most `most` tokens, a power of two."""
     exact = dtype == torch.float32
-    chunk, size = _EXACT[kind] if exact else _TILES[kind, states][architecture()][max(key, value) > 64]
+    chunk, size = _EXACT[kind] if exact else _TILES[kind, states][architecture()][bool(max(key, value) > 64)]
     rows, columns = block(key, 256 if kind == "walk" else size), block(value, 256 if kind == "grads" else size)
     return Settings(min(chunk, most), rows, columns, 4, 1 if exact else 2)
 

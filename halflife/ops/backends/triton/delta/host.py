@@ -34,7 +34,7 @@ def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int
     if kind == "gradients":
         return Settings(chunk, 16, block(value, 256), 4 if value <= 128 else 8, 1 if exact else 2)
     largest = max(key, value)
-    columns = _COLUMNS[states][(largest > 64) + (largest > 128)]
+    columns = _COLUMNS[states][bool(largest > 64) + bool(largest > 128)]
     if (kind, states) == ("out", 1) and largest <= 64 and not exact and architecture() == "hopper":
         columns = 64
     return Settings(chunk, block(key, 256), block(value, columns), 4, 1 if exact else 2)
