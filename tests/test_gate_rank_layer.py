@@ -144,6 +144,8 @@ def test_statistics_count_what_happened():
         assert values["segment_length"] == pytest.approx(tokens / (resets + sequences))
         assert 0 < values["slow_share"] < 1
     assert gate_statistics(model) == {}
+    model.train()(torch.randint(31, (2, 0)))  # no tokens have no segments
+    assert gate_statistics(model) == {}
 
 
 @pytest.mark.parametrize(("bias", "word"), [(-1e3, "never resets"), (1e3, "always resets")])

@@ -107,13 +107,14 @@ class ContextParallel:
         **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         packed = packing.cu_seqlens is not None and not padded
-        fresh = self._fresh(run, x, packing, options) if packed else None
         if self.rank > 0:
+            if packed and not state:
+                state = self._fresh(run, x, packing, options)
             entering, trained = self._receive(self.rank - 1, x.device)
             if trained and not torch.is_grad_enabled():
                 raise RuntimeError("the rank before records gradients, and this one does not: use one mode on all")
             x, entering = self._enter(x, entering, trained)
-            state = self._rows(entering, state or fresh)
+            state = self._rows(entering, state)
         y, state = run(x, state, packing, **options)
         if self.rank + 1 < self.size:
             y, state = self._leave(y, state, slice(-1 if packed else None, None))
@@ -129,13 +130,13 @@ class ContextParallel:
 
     def _rows(self, entering: State, others: State | None) -> State:
         """The states before this piece: the one received, and for further packed sequences those given, or fresh."""
-        if others is None or len(others["position"]) == len(entering["position"]):
+        if not others or len(others["position"]) == len(entering["position"]):
             return entering
         return {name: _stacked(part, others[name][len(part) :].to(part)) for name, part in entering.items()}
 
     @torch.no_grad()
     def _fresh(self, run: Any, x: Tensor, packing: Packing, options: dict[str, Any]) -> State:
-        """The state after no tokens. All ranks take part, as parameters may be sharded over them."""
+        """The state of packed sequences after no tokens."""
         nothing = Packing(1, 0, torch.zeros(packing.num_sequences + 1, dtype=torch.long, device=x.device))
         if (shared := options.get("shared")) is not None:
             options = {"shared": SharedTensors({name: shared[name][:, :0] for name in shared})}

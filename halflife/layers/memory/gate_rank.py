@@ -148,7 +148,7 @@ class GateRank(nn.Module):
             initial_state=initial, output_final_state=True, cu_seqlens=packing, reset_law=self.reset_law, **options,
         )  # fmt: skip
         assert final is not None
-        if self.training:
+        if self.training and x.shape[1]:  # no tokens have no segments
             self._count(g_slow.detach(), final[0].detach(), final[1].detach())
         return o, {"memory": final[0], "slow": final[1], "slow_conv": conv}
 
