@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import zlib
 from base64 import b64encode
@@ -20,6 +18,7 @@ import torch
 from halflife.analysis.look import HeadLens, Lens
 from halflife.analysis.look.lens import Head
 from halflife.analysis.readable import Progress, ignore
+from halflife.report.page.embed import data_of, policy, style
 
 HERE = Path(__file__).parent
 LARGEST_PAGE = 3_000_000  # bytes
@@ -158,11 +157,6 @@ def _pack(one: HeadLens, listed: int) -> dict[str, Any]:
 
 def _render(title: str, data: dict[str, Any], lens: Lens, shown: int) -> str:
     script = (HERE / "look.js").read_text(encoding="utf-8")
-    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
-        "form-action 'none'"
-    )
     layers = len({head.place for head in lens.heads})
     summary = (
         f"{len(data['tokens']):,} tokens, {len(lens.heads)} heads in {layers} layers. Click a token or drag across the "
@@ -172,7 +166,6 @@ def _render(title: str, data: dict[str, Any], lens: Lens, shown: int) -> str:
         summary += f" The page has the numbers of {shown} heads."
     absent = " ".join(f"{place} is not shown: {reason}." for place, reason in lens.refused.items())
     return Template((HERE / "look.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title), summary=summary, absent=escape(absent), policy=policy, script=script,
-        css=(HERE / "look.css").read_text(encoding="utf-8"),
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c"),
+        title=escape(title), summary=summary, absent=escape(absent), policy=policy([script]), script=script,
+        css=style("look"), data=data_of(data),
     )  # fmt: skip

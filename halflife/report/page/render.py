@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from halflife.files import write_text
 from halflife.report.figures.data import FASTEST, NO_DATA, SLOWEST, FigureData
 from halflife.report.page.comparison import comparison_page
 from halflife.report.page.decay_grid import decay_grid_page
+from halflife.report.page.embed import data_of, policy, style
 from halflife.report.page.language import language_page
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.style import HEAT_COLOURS, INK
@@ -52,9 +50,9 @@ def render(page: dict[str, Any]) -> str:
         "plots": {plot.data.name: plot.panels for plot in plots},
     }  # fmt: skip
     return environment.get_template("report.html.jinja").render(
-        page, plots=plots, css=Markup((HERE / "report.css").read_text(encoding="utf-8")),
-        scripts=[Markup(script) for script in scripts], policy=_policy(scripts),
-        data=Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")),
+        page, plots=plots, css=Markup(style("report")),
+        scripts=[Markup(script) for script in scripts], policy=policy(scripts, images=True),
+        data=Markup(data_of(data)),
         ink=INK, slowest=f"{SLOWEST:,.0f}", fastest=f"{FASTEST:g}",
     )  # fmt: skip
 
@@ -62,13 +60,3 @@ def render(page: dict[str, Any]) -> str:
 def _embeddable(source: str) -> str:
     """JavaScript that can stand inside a `script` element."""
     return source.replace("</script", r"<\/script").replace("\r\n", "\n")
-
-
-def _policy(scripts: list[str]) -> str:
-    """The page's content security policy: it may run these scripts and save a plot as a picture, and nothing else."""
-    digests = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )

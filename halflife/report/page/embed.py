@@ -1,0 +1,36 @@
+"""What pages have inside them: style sheets, data, and the policy that keeps all else out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def style(name: str) -> str:
+    """The style sheet of a page, after the colours that all pages share."""
+    return "".join((HERE / file).read_text(encoding="utf-8") for file in ("colours.css", f"{name}.css"))
+
+
+def data_of(value: Any) -> str:
+    """JSON that may stand in a script element of HTML."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")
+
+
+def policy(scripts: Sequence[str], images: bool = False) -> str:
+    """The content security policy of a page that may run these scripts, and nothing else.
+
+    With `images` it may save a plot as a picture.
+    """
+    digests = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    pictures = "img-src data:; " if images else ""
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; {pictures}"
+        "base-uri 'none'; form-action 'none'"
+    )
