@@ -30,7 +30,7 @@ from halflife.training.plan import Card, Needs
 # Those with a norm of the whole sequence, or of the first call, read it otherwise in pieces.
 NAMES = [name for name in combinations()[0] if "ska_paper" not in name and not name.startswith("echo_paper")]
 FAST = ["mamba2+post+gate_rank", "gated_deltanet", "rwkv7", "llama", "mamba2+ska"]
-EXACT = 4 * 2.0e-12  # the worst measured error, of all names
+EXACT = 8e-12  # the fast names pass at it; all names were measured at 1e-10
 VOCABULARY = SIZES["vocab_size"]
 BOUNDS = torch.tensor([0, 4, 10, 13, 13, 20, 30])
 
