@@ -1,6 +1,6 @@
 """Join comparisons into the files of docs/results/overview.md.
 
-    python docs/overview.py                  overview.json and the picture again
+    python docs/overview.py                  overview.json and the pictures again
     python docs/overview.py FOLDER …         first add the models of finished comparisons, on recall or on text
     python docs/overview.py --speeds         measure speeds again, on an idle machine
 
@@ -24,7 +24,7 @@ from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.lab.experiments.evidence import overview_page
 from halflife.lab.experiments.evidence.overview import Overview
 from halflife.report.figures.matplotlib_renderer import save
-from halflife.report.figures.overview import overview
+from halflife.report.figures.overview import CHOSEN, overview
 from halflife.report.markdown import models
 from halflife.runs.sweep import Cell
 
@@ -91,7 +91,8 @@ def main(arguments: Sequence[str]) -> None:
             add_folder(Path(folder))
     data = joined(SPEEDS in arguments)
     write_json(DATA, data)
-    save(overview(data), RESULTS, "overview", ("png",))
+    save(overview(data, CHOSEN), RESULTS, "overview", ("png",))
+    save(overview(data), RESULTS, "overview_all", ("png",))
 
 
 if __name__ == "__main__":

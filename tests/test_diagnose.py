@@ -3,14 +3,17 @@
 import html
 import json
 import math
+import re
 
 import foreign_models
+import numpy as np
 import pytest
 
 from halflife.analysis.diagnosis import Allowed, what_is_allowed
 from halflife.cli import main
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.tables import diagnosis
+from halflife.report.tables.look import lost_by
 
 MQAR = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 3}
 
@@ -35,8 +38,15 @@ def test_command(run, capsys):
     assert " tokens, at zero input. Its state of one sequence takes " in said[1]
     assert said[2].startswith("mamba2, seed 3, ")
     assert said[3].startswith("There is no forecast of llama: no forecast for llama")
+    assert said[4].startswith("llama: layer 0, head 0 is softmax attention, which keeps all 256 tokens.")
+    assert re.fullmatch(
+        r"mamba2: half of what the slowest head \(layer \d, head \d\) writes is left after [\d>.,]+ tokens; at the end "
+        r"of 256 tokens [\d.]+ % of the first half is lost, 0.0 % of it overwritten and the rest faded. "
+        r"It recalls \d of 3 pairs.", said[5],
+    )  # fmt: skip
+    assert all((run / "diagnosis" / f"look-{name}.html").exists() for name in ("llama", "mamba2"))
     page = html.unescape((run / "diagnosis" / "report.html").read_text()).replace("\xa0", " ")
-    assert [words for words in said[:4] if words not in page] == []
+    assert [words for words in said[:6] if words not in page] == []
     assert (run / "diagnosis" / "forecast.json").exists()
 
 
@@ -65,3 +75,9 @@ def test_verdicts(horizons, words):
     layers = [{"layer": i, "horizon": one, "longest_lag": 1024} for i, one in enumerate(horizons)]
     own = Allowed(["mamba2"] * 2, "", "", "", 2048, 0)
     assert diagnosis.verdict("m", own, {"layers": layers}) == f"m: {words} Its state of one sequence takes 2 KiB."
+
+
+def test_what_is_lost_was_overwritten_or_faded():
+    """Of two writes in the first half, one lost three quarters: two of four parts to the decay, one to other tokens."""
+    lost, overwritten = lost_by(np.array([0.25, 1, 0, 0]), np.array([0.5, 1, 0, 0]))
+    assert (lost, overwritten) == (pytest.approx(0.75 / 2), pytest.approx(0.25 / 0.75))

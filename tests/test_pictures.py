@@ -10,7 +10,7 @@ from halflife.files import read_json
 from halflife.lab.experiments.evidence import koopman_powers
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.matplotlib_renderer import DATA, digest, draw
-from halflife.report.figures.overview import overview
+from halflife.report.figures.overview import CHOSEN, overview
 from halflife.report.tables.forecast import read_forecasts
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -29,7 +29,8 @@ def forecast(name):
 DRAWN = {
     **{one.__name__: one for one in result_pictures.PICTURES},
     **{name: lambda name=name: forecast(name) for name in ("forecast", "forecast_overview", "forecast_text")},
-    "overview": lambda: draw(overview(read_json(RESULTS / "overview.json"))),
+    "overview": lambda: draw(overview(read_json(RESULTS / "overview.json"), CHOSEN)),
+    "overview_all": lambda: draw(overview(read_json(RESULTS / "overview.json"))),
     "koopman_powers": lambda: draw(
         koopman_powers.picture(powers.scores(powers.TRAINED), read_json(powers.MAP)["untrained"])
     ),

@@ -5,9 +5,19 @@ import numpy as np
 import pytest
 from helpers import assert_raises
 
-from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer, read_ids, unit_of
+from halflife.cli import main
+from halflife.data.tokenizers import (
+    KINDS,
+    ByteTokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    read_ids,
+    train_tokenizer,
+    unit_of,
+)  # fmt: skip
 from halflife.models.text import TextStream
 
+BYTES = 256
 TEXT = "λ = e^(−Δ·a), naïve 🙂 <|end|> text\n"
 
 
@@ -135,3 +145,31 @@ def test_bytes_are_no_name_of_the_hub(tmp_path):
     for name in (None, "bytes", "bytes+eos"):
         assert read_ids([tmp_path / "text"], name).tolist() == [97, 98, 99]
     assert [unit_of(name) for name in ("bytes", "bytes+eos", "gpt2")] == ["byte", "byte", "token"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_tokenizer_writes_every_text(kind, tmp_path, capsys):
+    """Also characters that its texts do not have; frequent words are one token."""
+    (tmp_path / "a.txt").write_text("the state forgets what it cannot hold;  " * 40)
+    main(["tokenizer", str(tmp_path / "a.txt"), "--kind", kind, "--vocab-size", "300", "--output", f"{tmp_path}/out"])
+    said = capsys.readouterr().out
+    assert f"halflife train mamba2 --data {tmp_path}/a.txt --tokenizer {tmp_path}/out" in said
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert tokenizer.decode([tokenizer.eos]) == ""
+    for text in (TEXT, "<|endoftext|> 漢字\n\n  a\t", " a ", ""):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert f"{tokenizer.vocab_size:,} tokens" in said
+    assert BYTES < tokenizer.vocab_size <= 300
+    assert len(tokenizer.encode("the state forgets")) < 8
+    assert train_tokenizer([tmp_path / "a.txt"], kind, 300).fingerprint() == tokenizer.fingerprint()
+
+
+def test_tokenizers_that_cannot_be_trained(tmp_path, capsys):
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+    assert_raises(ValueError, "Choose from: byte-level, bpe", train_tokenizer, [file], "byte", 300)
+    assert_raises(ValueError, "one more; got 256", train_tokenizer, [file], "bpe", 256)
+    with pytest.raises(SystemExit) as stop:
+        main(["tokenizer", str(file), "--output", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "is not empty; choose another --output" in capsys.readouterr().err

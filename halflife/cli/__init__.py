@@ -24,6 +24,7 @@ examples:
   halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
   halflife compare --experiment echo-mqar --scale small --seeds 3
   halflife compare --resume runs/20260101-120000-mqar-smoke
+  halflife tokenizer "docs/**/*.md" --output my-tokenizer
   halflife train mamba2+post --data "docs/**/*.md" --tokens 20M --context 1024
   halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.weight_decay=0.05
   halflife generate my-checkpoint "Once upon a time" --temperature 0.8
@@ -60,6 +61,7 @@ COMMANDS = {
     "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
     "push": "share.push.Push", "look": "measure.look.Look",
     "check": "measure.check.Check", "diagnose": "measure.diagnose.Diagnose",
+    "tokenizer": "text.tokenizer.Tokenizer",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
 _PAGE = (*_FIGURES, "jinja2")
@@ -67,7 +69,7 @@ _PAGE = (*_FIGURES, "jinja2")
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
     "spectrum": _PAGE, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
-    "throughput": _FIGURES, "diagnose": _PAGE, "serve": ("fastapi", "uvicorn"),
+    "throughput": _FIGURES, "diagnose": _PAGE, "tokenizer": ("transformers",), "serve": ("fastapi", "uvicorn"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
 }  # fmt: skip
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 from collections import deque
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halflife.data.byte_tokenizer import ByteTokenizer, Ids
+from halflife.data.byte_tokenizer import END, ByteTokenizer, Ids
+from halflife.data.documents import documents
 from halflife.data.hub import model_name, unreachable
 from halflife.files import read_bytes
+from halflife.registry import check_choice
 
 BYTE_VOCABULARY = 256  # vocabulary size of a model of bytes
 OF_BYTES = ("bytes", "bytes+eos")  # names of tokenizers whose ids are bytes
+KINDS = ("byte-level", "bpe")  # of tokenizers that `train_tokenizer` trains
 
 
 def unit_of(name: str) -> str:
@@ -194,6 +198,49 @@ def pretrained(name: str, local: bool = False) -> Any:
     except (OSError, ValueError) as error:
         reason = reason or str(error).strip().split("\n")[0]
         raise FileNotFoundError(f"there is no tokenizer {name!r}, neither a folder nor on the hub: {reason}") from error
+
+
+def train_tokenizer(sources: Sequence[str | Path], kind: str, vocab_size: int, field: str = "text") -> Tokenizer:
+    """Train a tokenizer on documents, with the library `tokenizers`.
+
+    Args:
+        sources: files, folders, globs or data sets, as of a corpus (`halflife.data.documents`).
+        kind: "byte-level", pairs of bytes are merged within words (as in GPT-2), or "bpe", pairs of characters (as in
+            Llama), where characters that the texts hardly have are written as bytes. Both write every text.
+        vocab_size: most tokens. Texts with few different words give fewer.
+        field: the field of the text in records of `.jsonl`, `.parquet` and data sets of the hub.
+
+    Returns:
+        The tokenizer; its first token ends a document.
+
+    Raises:
+        FileNotFoundError, ValueError: as of `documents`, an unknown kind, or fewer tokens than the bytes need.
+    """
+    from tokenizers import Tokenizer as Rust
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    check_choice("kind of tokenizer", kind, KINDS)
+    if vocab_size <= BYTE_VOCABULARY:
+        raise ValueError(f"a tokenizer has a token for each of {BYTE_VOCABULARY} bytes and one more; got {vocab_size}")
+    if kind == "byte-level":
+        rust, start = Rust(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+        rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        rust.decoder, special = decoders.ByteLevel(), []
+    else:
+        rust, start = Rust(models.BPE(byte_fallback=True)), []
+        rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        rust.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
+        special = [f"<0x{byte:02X}>" for byte in range(BYTE_VOCABULARY)]
+    room = {"vocab_size": vocab_size, "special_tokens": [END, *special], "initial_alphabet": start}
+    characters = max(BYTE_VOCABULARY, vocab_size // 2)
+    texts = (text.decode("utf-8", "replace") for text in documents(sources, field))
+    rust.train_from_iterator(texts, trainers.BpeTrainer(**room, show_progress=False, limit_alphabet=characters))
+    # The trainer takes the tokens of bytes as special ones alone, and those would not be written when ids are decoded.
+    whole = json.loads(rust.to_str())
+    whole["added_tokens"] = [token for token in whole["added_tokens"] if token["content"] == END]
+    rust = Rust.from_str(json.dumps(whole))
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=END), kind)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+LENGTH = 256  # tokens of a sequence of a task, in which something is forgotten
+
 
 @dataclass(frozen=True)
 class Diagnose:
     """Say in words how trained models forget, and why: their spectrum, a forecast and their memory on one page.
 
-    It begins with what each model allows, whichever library wrote it, and leaves out what it does not. Without a text
-    the spectrum is that at zero input, and models of text have no forecast. Files: report.html, decays.json and
-    forecast.json.
+    It begins with what each model allows, whichever library wrote it, and leaves out what it does not. A lens shows
+    what each model keeps of the text, or of a sequence of its task. Without a text the spectrum is that at zero input,
+    and models of text have no forecast. Files: report.html, look-<model>.html, decays.json and forecast.json.
 
     examples:
       halflife diagnose runs/20260101-120000-mqar-smoke
@@ -55,10 +58,11 @@ class Diagnose:
         found = diagnose(
             self.folders, self.text, longest=self.longest, length=self.length, device=device, show=not self.quiet
         )
-        findings = diagnosis.findings(allowed, found)
-        print("\n".join(["", *findings]))
         output = self.output or default_output(self.folders[0], "diagnosis")
-        files = [] if isinstance(found["forecast"], str) else write_forecasts(found["forecast"], output)
+        pages, seen = self._look(output, device)
+        findings = [*diagnosis.findings(allowed, found), *seen]
+        print("\n".join(["", *findings]))
+        files = pages if isinstance(found["forecast"], str) else [*pages, *write_forecasts(found["forecast"], output)]
         if isinstance(found["spectrum"], str):
             files.append(output / "diagnosis.txt")
             write_text(files[-1], "".join(f"{line}\n" for line in findings))
@@ -67,3 +71,23 @@ class Diagnose:
             command = shlex.join(["halflife", *sys.argv[1:]])
             files.append(write_spectrum_page(found["spectrum"], output, command, findings))
         print(f"written to {output}: {', '.join(file.name for file in files)}")
+
+    def _look(self, output: Path, device: str) -> tuple[list[Path], list[str]]:
+        """Write the page of each model's lens, and return the pages and a sentence for each model."""
+        from halflife.analysis.survey import find_models
+        from halflife.cli.measure.look import lens_of
+        from halflife.cli.options import progress_bar
+        from halflife.report.tables.look import look_sentence
+        from halflife.training.start import local_folder
+
+        pages, said, tokens = [], [], None if self.text else LENGTH
+        with progress_bar("layers and heads", show=not self.quiet) as progress:
+            for label, folder in find_models(self.folders).items():
+                try:
+                    lens = lens_of(local_folder(str(folder)), label, self.text, tokens, None, device, progress)
+                except (FileNotFoundError, ValueError) as error:
+                    said.append(f"{label}: there is no lens: {error}.")
+                    continue
+                pages.append(lens.save(output / f"look-{re.sub('[^A-Za-z0-9_.+-]+', '-', label)}.html"))
+                said.append(look_sentence(label, lens))
+        return pages, said

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
+
+if TYPE_CHECKING:
+    from halflife.analysis.readable import Progress
+    from halflife.report.look import Look as Lens
 
 TOKENS = 512  # of a text
 
@@ -55,15 +61,12 @@ class Look:
     """Do not draw a progress bar."""
 
     def run(self) -> None:
-        from halflife.analysis.look.foreign import has_readings, load_for_lens
+        from halflife.analysis.look.foreign import has_readings
         from halflife.analysis.look.tables import write_exact
-        from halflife.cli.checkpoint import load_tokenizer
         from halflife.cli.options import default_device, progress_bar
-        from halflife.data import tokenizers
         from halflife.extras import require
         from halflife.models.load import checkpoints
         from halflife.registry import unknown
-        from halflife.report.look import look, read_task, read_text
         from halflife.report.tables.look import look_table
         from halflife.training.start import local_folder
 
@@ -81,23 +84,11 @@ class Look:
         label = self.model or next(iter(found))
         if label not in found:
             raise unknown("model", label, [*found])
-        folder = found[label]
-        model = load_for_lens(folder, default_device(self.device))
-        if self.text:
-            if self.tokenizer is None:
-                tokenizer = load_tokenizer(folder, model.config.vocab_size)
-            else:
-                tokenizer = tokenizers.load_tokenizer(self.tokenizer, model.config.vocab_size)
-            ids, documents = read_text(self.text, tokenizer, self.tokens or TOKENS)
-            pairs, title = [], f"{label} reads {self.text[0].name}"
-        else:
-            ids, pairs, task = read_task(model, folder, self.tokens)
-            documents, tokenizer, title = None, None, f"{label} reads a sequence of {task}"
         name = "look.html" if root == Path(self.folder) else f"look-{self.folder.replace('/', '--')}.html"
         output = self.output or (root / name if root == Path(self.folder) else Path(name))
         with progress_bar("layers and heads", show=not self.quiet) as progress:
-            lens = look(
-                model, ids, documents=documents, tokenizer=tokenizer, title=title, pairs=pairs, progress=progress
+            lens = lens_of(
+                found[label], label, self.text, self.tokens, self.tokenizer, default_device(self.device), progress
             )
             chosen = [lens.find(*_numbers(name)) for name in self.heads]
             lens.save(output, chosen, progress)
@@ -112,6 +103,31 @@ class Look:
         if self.film is not None:
             print(f"written: {lens.film(self.film)}")
         print(f"written: {output}")
+
+
+def lens_of(
+    folder: Path, label: str, text: Sequence[Path], tokens: int | None, tokenizer_name: str | None, device: str,
+    progress: Progress,
+) -> Lens:  # fmt: skip
+    """The lens of the model in a folder on a text, or without one on a sequence of the task that it was trained on.
+
+    Raises:
+        FileNotFoundError, ValueError: as `report.look.read_text` and `read_task`, or as `look`.
+    """
+    from halflife.analysis.look.foreign import load_for_lens
+    from halflife.cli.checkpoint import load_tokenizer
+    from halflife.data import tokenizers
+    from halflife.report.look import look, read_task, read_text
+
+    model = load_for_lens(folder, device)
+    if not text:
+        ids, pairs, task = read_task(model, folder, tokens)
+        return look(model, ids, title=f"{label} reads a sequence of {task}", pairs=pairs, progress=progress)
+    size = model.config.vocab_size
+    own = load_tokenizer(folder, size) if tokenizer_name is None else tokenizers.load_tokenizer(tokenizer_name, size)
+    ids, documents = read_text(text, own, tokens or TOKENS)
+    title = f"{label} reads {text[0].name}"
+    return look(model, ids, documents=documents, tokenizer=own, title=title, progress=progress)
 
 
 def _numbers(name: str) -> tuple[int, int]:

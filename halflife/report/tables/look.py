@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from halflife.analysis.look import Lens
 from halflife.analysis.look.lens import Head
 from halflife.report.numbers import percent, token_count
 from halflife.report.table import Table
+
+if TYPE_CHECKING:
+    from halflife.report.look import Look
 
 MOST_ROWS = 12
 
@@ -27,6 +34,35 @@ def look_table(lens: Lens) -> Table:
         ("layer", "head", "kind", "half-life", "left at the end"), [_row(head, longest) for head in shown], note,
         f"the memory of {len(lens.ids):,} tokens", left=("kind",),
     )  # fmt: skip
+
+
+def lost_by(left: np.ndarray, faded: np.ndarray) -> tuple[float, float]:
+    """The share of the writes in the first half of a text that is lost at its end, and of that the overwritten.
+
+    The rest of what is lost faded with the decay.
+
+    Args:
+        left, faded: the share of each write that is left at the end, and that the decay alone would have left, `[T]`.
+    """
+    first = slice(0, max(1, len(left) // 2))
+    left, faded = left[first].clip(0, 1), faded[first].clip(0, 1)
+    lost = float((1 - left).sum())
+    return lost / len(left), float((faded - left).clip(0).sum()) / lost if lost else 0.0
+
+
+def look_sentence(label: str, lens: Look) -> str:
+    """Say how long the slowest head keeps what it reads, and whether it lost it to the decay or to other tokens."""
+    slowest = lens.ranked()[0]
+    if slowest.kind == "attention":
+        return f"{label}: {slowest} is softmax attention, which keeps all {len(lens.ids):,} tokens."
+    head = next(lens.details([slowest]))
+    lost, overwritten = lost_by(head.left.values[-1], head.faded.values[-1])
+    life = token_count(slowest.half_life, len(lens.ids) // 2)
+    said = f"{label}: half of what the slowest head ({slowest}) writes is left after {life} tokens"
+    said += f"; at the end of {len(lens.ids):,} tokens {percent(lost)} of the first half is lost"
+    said += f", {percent(overwritten)} of it overwritten and the rest faded."
+    known = sum(pair.known for pair in lens.pairs)
+    return f"{said} It recalls {known} of {len(lens.pairs)} pairs." if lens.pairs else said
 
 
 def _row(head: Head, longest: int) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Commands that prepare texts, one file a command."""
