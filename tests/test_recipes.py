@@ -236,7 +236,7 @@ def test_an_estimate_counts_every_sequence():
 def test_dry_runs_write_nothing(tmp_path, monkeypatch, capsys, refused):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("halflife.report.tables.estimate.gemm_rate", lambda *_: 1e12)
+    monkeypatch.setattr("halflife.report.tables.estimate.gemm_rate", lambda *_, **__: 1e12)
     main(["compare", "mamba2", "--experiment", "post-lm", "--scale", "paper", "--seeds", "2", "--dry-run"])
     printed = capsys.readouterr().out
     assert "tokenizer: meta-llama/Llama-3.1-8B" in printed

@@ -29,7 +29,7 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     Settings are title → name → value, and needs are those of one run with the number of runs. With `bf16`, the runs
     compute matrix products in bfloat16.
     """
-    rate = gemm_rate(training_device(), torch.bfloat16 if bf16 else torch.float32)
+    rate = gemm_rate(training_device(), torch.bfloat16 if bf16 else torch.float32, of=max)
     for title, values in settings.items():
         print(f"{title}:")
         for name, value in values.items():
