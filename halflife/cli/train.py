@@ -119,6 +119,8 @@ class Recipe:
 class TrainExecution(Execution):
     """How the run uses memory and processes, and what it reports."""
 
+    compile: bool = False
+    """Run each block by torch.compile, which takes minutes once. The lines of metrics.jsonl count its graphs."""
     fsdp: bool = False
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     context_parallel: int = 1
@@ -152,7 +154,7 @@ class Train:
       halflife train mamba2+post --from mamba2-130m-hf --post-fit --data notes.txt
       halflife train --config run.yaml --lr 3e-3
       halflife train --resume runs/20260101-120000-mamba2
-      torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp
+      torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp --compile
       halflife train mamba2 --size decay-160m --data notes.txt --tokens 10B --bf16 --dry-run --gpus 64
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --context-parallel 8
     """
@@ -187,11 +189,9 @@ class Train:
         from halflife.training.config import ExecutionConfig, rank
 
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
-        execution = ExecutionConfig(
-            micro_batch_size=rows, gradient_checkpointing=own.gradient_checkpointing, fsdp=own.fsdp,
-            context_parallel=own.context_parallel, show=show,
-            **track_options((*own.track, *["tensorboard"] * own.tensorboard)),
-        )  # fmt: skip
+        names = ("micro_batch_size", "gradient_checkpointing", "compile", "fsdp", "context_parallel")
+        tracking = track_options((*own.track, *["tensorboard"] * own.tensorboard))
+        execution = ExecutionConfig(**{name: getattr(own, name) for name in names}, show=show, **tracking)
         if own.tensorboard:
             require("--tensorboard", "tensorboard")
         check_resume(self, RUN_JSON, *options_of(own))

@@ -118,7 +118,8 @@ class Mixer(nn.Module):
         y, new = self.mix(x, state, packing, shared)
         if torch.compiler.is_compiling() or peek_interpreter_stack() is None:  # tensors of torch.func have no storage
             for name, part in new.items():
-                if part.untyped_storage().size() != part.nbytes:  # a view, such as the last token of all activations
+                held = part.numel() * part.itemsize  # not `nbytes`, which torch.compile cannot read of any length
+                if part.untyped_storage().size() != held:  # a view, such as the last token of all activations
                     new[name] = part.clone(memory_format=torch.contiguous_format)
         position = packing.lengths(x.device)
         return y, {"position": position + state["position"] if state else position, **new}

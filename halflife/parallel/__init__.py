@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from halflife.layers import SharedTensors, State
 from halflife.layers.mixer import Mixer
@@ -81,15 +82,18 @@ class ContextParallel:
         self.piece, self.sent = Piece(self.rank, self.size), 0
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients of all parameters over the ranks. A parameter that no rank has used stays without."""
+        """Add up the gradients of all parameters over the ranks. A parameter that no rank has used stays without.
+
+        Parameters may be shards of FSDP2 over other ranks: those with the same piece of other rows.
+        """
         parameters = [x for x in model.parameters() if x.requires_grad]
-        used = torch.tensor([float(x.grad is not None) for x in parameters], device=parameters[0].device)
+        used = torch.tensor([float(x.grad is not None) for x in parameters], device=_local(parameters[0]).device)
         self.group.allreduce([used]).wait()
         waiting = []
         for x, count in zip(parameters, used.tolist(), strict=True):
             if count:
                 x.grad = torch.zeros_like(x) if x.grad is None else x.grad
-                waiting.append(self.group.allreduce([x.grad]))
+                waiting.append(self.group.allreduce([_local(x.grad)]))
         for work in waiting:
             work.wait()
 
@@ -182,6 +186,11 @@ class ContextParallel:
             tensors[name] = body[start:stop].view(kind).view(shape).clone()
             start = stop
         return tensors, [name for name, *_, is_trained in listed if is_trained]
+
+
+def _local(x: Tensor) -> Tensor:
+    """The part of a tensor that this rank has."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _stacked(a: Tensor, b: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class Metrics(TrainerCallback):
 
     Attributes:
         tracking: also gets every line and the model at validations; None without trackers.
+        graphs: returns how many graphs were compiled so far, for every line; None without `torch.compile`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Metrics(TrainerCallback):
         self.path, self.validate, self.measure, self.every = folder / METRICS_JSONL, validate, measure, every
         self.speed = speed
         self.tracking: Tracking | None = None
+        self.graphs: Callable[[], int] | None = None
         self.step_seconds: list[float] = []
         self.validation: float | None = None
         self._step_start = 0.0
@@ -107,6 +109,8 @@ class Metrics(TrainerCallback):
         if self.speed is not None and (recent := self.step_seconds[self._logged :]):
             line |= self.speed.of(median(recent))
         self._logged = len(self.step_seconds)
+        if self.graphs is not None:
+            line["compiled_graphs"] = self.graphs()
         gates = gate_statistics(kwargs["model"])
         self._write(state, {**line, "gates": gates} if gates else line)
         self._warn_of_idle_states(gates, state.global_step)

@@ -113,8 +113,9 @@ class ExecutionConfig:
         micro_batch_size: rows that a process holds at once; the gradients of several micro-batches are added. None for
             all rows of the process.
         gradient_checkpointing: whether to recompute the activations of a block in the backward pass.
-        fsdp: whether to shard parameters, gradients and optimiser over the processes (FSDP2). Otherwise each process
-            holds all of them (DDP).
+        compile: whether to run each block by `torch.compile` in training steps.
+        fsdp: whether to shard parameters, gradients and optimiser (FSDP2) over the processes, or with context_parallel
+            over those that have the same piece of different rows. Otherwise each process holds all of them (DDP).
         context_parallel: processes that share each row, of which each has a piece (`halflife.parallel`).
         track: names of `TRACKERS`, to which the run is reported (`training.trackers`).
         sweep: the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run
@@ -130,6 +131,7 @@ class ExecutionConfig:
 
     micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
+    compile: bool = False
     fsdp: bool = False
     context_parallel: int = 1
     track: tuple[str, ...] = ()
@@ -154,8 +156,11 @@ class ExecutionConfig:
 
         if self.context_parallel < 1 or world_size() % self.context_parallel:
             raise ValueError(f"context_parallel={self.context_parallel} does not divide {world_size()} processes")
-        if self.context_parallel > 1 and self.fsdp:
-            raise ValueError("with fsdp all processes meet at each block; with context_parallel they are a block apart")
+        if self.context_parallel > 1 and self.fsdp and self.replicas == 1:
+            raise ValueError(
+                "the pieces of a row are a block apart, and fsdp gathers a block on all processes at once, so it "
+                f"shards over rows: start twice as many processes as context_parallel={self.context_parallel}, or more"
+            )
 
     @property
     def replicas(self) -> int:

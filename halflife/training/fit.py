@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank
 from halflife.training.schedules import BY_EPOCH
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from halflife.parallel import ContextParallel
     from halflife.training.callbacks import Metrics
     from halflife.training.speed import Speed
@@ -159,8 +161,10 @@ def fit(
             fresh model, and the run continues from the checkpoint before.
         ValueError: the checkpoint is sharded and this run is not, or the other way round.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+    from halflife.models.compiled import compiled_blocks
     from halflife.training import sharding
     from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal, check_weights
     from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
@@ -171,15 +175,22 @@ def fit(
     store = CheckpointStore(folder / CHECKPOINTS)
     if store.newest is not None and (store.newest / sharding.SHARDS).is_dir() != execution.fsdp:
         raise ValueError(f"{store.newest} was written {'without' if execution.fsdp else 'with'} --fsdp; resume it so")
-    objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
+    recompute = execution.gradient_checkpointing
+    objective, arguments = Objective(model, recompute and not execution.compile), _arguments(config, folder, execution)
     metrics = Metrics(folder, validate, measure, config.validate_every, speed)
     if arguments.device.type == "cpu":
         keep_freed_memory()
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
-    if execution.fsdp:
-        sharding.shard(objective, arguments.device)
-    if execution.context_parallel > 1:
-        objective.context, data = split_rows(objective, data, execution, arguments.device)
+    compiling = ExitStack()
+    if execution.compile:
+        metrics.graphs = compiling.enter_context(compiled_blocks(model, recompute))
+    if execution.fsdp or execution.context_parallel > 1:
+        shape = execution.replicas, execution.context_parallel
+        mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("rows", "context"))
+        if execution.fsdp:
+            sharding.shard(objective, mesh["rows"])
+        if execution.context_parallel > 1:
+            objective.context, data = split_rows(objective, data, mesh["context"])
     callbacks = [metrics, stop, *([bar] if execution.show and rank() == 0 else [])]
     kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
     trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)
@@ -188,7 +199,11 @@ def fit(
     metrics.tracking = track(trainer, config, folder, execution)
     start = 0 if store.newest is None else int(store.newest.name.rpartition("-")[2])
     try:
-        with fast_linears(model), nullcontext() if metrics.tracking is None else metrics.tracking.open(start):
+        with (
+            compiling,
+            fast_linears(model),
+            nullcontext() if metrics.tracking is None else metrics.tracking.open(start),
+        ):
             trainer.train(resume_from_checkpoint=None if store.newest is None else str(store.newest))
         check_weights(model, config.steps)
     except Diverged as error:
@@ -206,17 +221,13 @@ def fit(
 
 
 def split_rows(
-    objective: Objective, data: Dataset[dict[str, Tensor]], execution: ExecutionConfig, device: torch.device
+    objective: Objective, data: Dataset[dict[str, Tensor]], mesh: DeviceMesh
 ) -> tuple[ContextParallel, Dataset[dict[str, Tensor]]]:
-    """Share each row among `execution.context_parallel` processes: their line, and the data in pieces."""
-    from torch.distributed.device_mesh import init_device_mesh
-
+    """Share each row among the processes of a dimension of a mesh: their line, and the data in pieces."""
     from halflife.parallel import Pieces, context_parallel
 
-    shape = execution.replicas, execution.context_parallel
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("rows", "context"))
-    context, objective.model.context_parallel = context_parallel(objective, mesh["context"]), None
-    return context, Pieces(data, execution.context_parallel)
+    context, objective.model.context_parallel = context_parallel(objective, mesh), None
+    return context, Pieces(data, context.size)
 
 
 class StoppedBySignal(Exception):

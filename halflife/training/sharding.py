@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_unit
 
@@ -62,9 +62,9 @@ def fully_shard(model: nn.Module, mp_policy: MixedPrecisionPolicy | None = None,
     return shard_unit(model, **options)  # pyright: ignore[reportReturnType]
 
 
-def shard(objective: nn.Module, device: torch.device) -> None:
-    """Shard every parameter of `objective`, which holds a `LanguageModel`, over all processes."""
-    fully_shard(objective, mesh=init_device_mesh(device.type, (torch.distributed.get_world_size(),)))
+def shard(objective: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard every parameter of `objective`, which holds a `LanguageModel`, over a dimension of a mesh."""
+    fully_shard(objective, mesh=mesh)
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:

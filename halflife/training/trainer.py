@@ -151,6 +151,16 @@ class FSDPTrainer(HalflifeTrainer):
         finally:
             model.set_requires_gradient_sync(True)
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Take the mean of the gradients over the pieces of a row, as FSDP does over rows; then clip."""
+        objective: Any = self.model
+        if objective.context is not None:
+            objective.context.add_gradients(model)
+            for x in model.parameters():
+                if x.grad is not None:
+                    x.grad /= objective.context.size
+        return super()._clip_grad_norm(model)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Do nothing; `_save_optimizer_and_scheduler` saves the weights too."""
 
