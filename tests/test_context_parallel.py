@@ -24,7 +24,7 @@ from halflife.cli import main
 from halflife.hf import HalflifeForCausalLM
 from halflife.layers.mixer import Mixer
 from halflife.models import LanguageModel, preset
-from halflife.parallel import Piece, Pieces, context_parallel
+from halflife.parallel import _UNDER_WAY, UNDER_WAY, Piece, Pieces, context_parallel
 from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.plan import Card, Needs
 
@@ -96,6 +96,7 @@ def compare(name, size, length, bounds=None, call=None, **options):
         cut = None if bounds is None else context.piece.boundaries(bounds)
         got = measured(*forward(copy, context.piece.of(ids), context.piece.of(labels), cut, call, **parts), last)
         context.add_gradients(copy)
+        assert len(_UNDER_WAY.get(group, ())) <= UNDER_WAY  # what was received is not kept
         return got, context.sent
 
     found = on_ranks(size, work)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import atexit
 import json
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +34,9 @@ from halflife.parallel.pieces import Piece, Pieces
 __all__ = ["ContextParallel", "Piece", "Pieces", "context_parallel"]
 
 HEADER = 2  # numbers before each message: the bytes of its description and of its tensors
-_UNDER_WAY: dict[int, tuple[Any, Tensor]] = {}  # messages that are being sent, and the memory that they are sent from
+UNDER_WAY = 4  # messages that a rank may have sent before the first of them is received: two states
+# Messages, and the memory that they are sent from, by group: a rank may drop its model before the next one has them.
+_UNDER_WAY: WeakKeyDictionary[Any, deque[tuple[Any, Tensor]]] = WeakKeyDictionary()
 atexit.register(_UNDER_WAY.clear)  # before the threads of the group end
 
 
@@ -157,9 +161,7 @@ class ContextParallel:
 
     def _send(self, rank: int, tensors: State, trained: list[str]) -> None:
         """Send tensors in two messages: their names, dtypes and shapes with their sizes, and their bytes."""
-        for key, (work, _) in [*_UNDER_WAY.items()]:
-            if work.is_completed():
-                _UNDER_WAY.pop(key, None)
+        sent = _UNDER_WAY.setdefault(self.group, deque())
         order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # each begins where its dtype may
         listed = [(name, str(tensors[name].dtype), tensors[name].shape, name in trained) for name in order]
         text = json.dumps(listed).encode()
@@ -168,7 +170,9 @@ class ContextParallel:
         flat = [tensors[name].detach().contiguous().flatten().view(torch.uint8) for name in order]
         body = torch.cat([*flat, description])
         for message in (torch.tensor([len(text), len(body)], device=device), body):
-            _UNDER_WAY[id(message)] = self.group.send([message], rank, 0), message
+            if len(sent) == UNDER_WAY:  # under gloo a message never counts as received before somebody waits for it
+                sent.popleft()[0].wait()
+            sent.append((self.group.send([message], rank, 0), message))
             self.sent += message.nbytes
 
     def _receive(self, rank: int, device: torch.device) -> tuple[State, list[str]]:
