@@ -1,4 +1,4 @@
-# make demo   install the package and run the main job
+# make demo   install the package, and see three models remember and forget
 # make test   install what the tests need as well, and run them
 PYTHON ?= python3
 VENV := .venv
@@ -22,9 +22,11 @@ $(VENV)/installed-dev: $(VENV)/installed
 native: $(VENV)/installed
 	-$(BIN)/halflife build
 
+# HALFLIFE_DEMO=quick trains two models for 400 steps, in a minute.
+demo: MODELS = $(if $(filter quick,$(HALFLIFE_DEMO)),retnet gated_deltanet --steps 400,retnet mamba2 gated_deltanet)
 demo: native
-	$(BIN)/halflife compare retnet mamba2 gated_deltanet --task mqar --scale smoke
-	$(BIN)/halflife look "$$(ls -td runs/*-mqar-smoke | head -1)"
+	$(BIN)/halflife compare $(MODELS) --task mqar --scale smoke --name demo
+	$(BIN)/halflife look "$$(ls -td runs/*-demo | head -1)" --model gated_deltanet
 
 # The report page is tested in a browser. Who is not root installs one, or sees why those tests are skipped.
 chromium:

@@ -9,14 +9,19 @@ DISTRIBUTION = "halflife-lm"
 # Package, as Python imports it → extra, as `pip install 'halflife-lm[extra]'` names it.
 EXTRAS = {
     "tyro": "cli", "rich": "cli", "yaml": "cli",
-    "transformers": "train", "accelerate": "train", "huggingface_hub": "train", "datasets": "train",
-    "pyarrow": "train", "filelock": "train",
+    "transformers": "train", "tokenizers": "train", "accelerate": "train", "huggingface_hub": "train",
+    "datasets": "train", "pyarrow": "train", "filelock": "train",
     "matplotlib": "report", "jinja2": "report", "markupsafe": "report", "PIL": "report",
     "fla": "gpu", "lm_eval": "eval", "ray": "sweep", "submitit": "slurm",
     "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow",
     "fastapi": "serve", "uvicorn": "serve", "starlette": "serve", "pydantic": "serve",
     "onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx",
 }  # fmt: skip
+
+
+def install_anywhere(extra: str) -> str:
+    """Return what files that leave this machine say about an extra. The distribution is not published yet."""
+    return f"pip install '.[{extra}]' in a checkout of halflife, or '{DISTRIBUTION}[{extra}]' once it is published"
 
 
 def install(*extras: str) -> str:

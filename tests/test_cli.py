@@ -21,8 +21,10 @@ from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
 from halflife.decay import DECAYS
 from halflife.evaluation.bundles import BUNDLES
+from halflife.extras import EXTRAS
 from halflife.lab.experiments.decay_design import VARIANTS
 from halflife.models import MODIFIERS, PRESETS
+from halflife.report.tables.about import PURPOSES
 from halflife.tasks import TASKS
 
 TINY = [
@@ -140,10 +142,14 @@ def test_list_names_everything(capsys):
 
 
 def test_info_checks_this_machine(capsys):
-    main(["info"])
-    out = capsys.readouterr().out
-    for expected in ("torch", "linear_attention", "chunked, reference", "selfcheck on cpu: all right"):
-        assert expected in out
+    main(["info", "--details"])
+    first, _, details = capsys.readouterr().out.partition("backends on cpu")
+    assert len(first.splitlines()) <= 24
+    for expected in ("torch ", "ops and passes by", "comparisons with the token loops, all right"):
+        assert expected in first
+    for expected in ("linear_attention", "chunked, reference", "selfcheck on cpu: all right"):
+        assert expected in details
+    assert set(EXTRAS.values()) == set(PURPOSES)
 
 
 @pytest.mark.slow

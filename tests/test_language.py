@@ -25,10 +25,11 @@ from transformers import TrainerState
 
 from halflife import preset
 from halflife.cli import main, read_command
+from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.trust import confirm
-from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
+from halflife.evaluation.language import by_position, document_loss, measure_texts, octave_means, perplexity
 from halflife.extras import install
 from halflife.files import folder_lock
 from halflife.lab.experiments import train as language
@@ -175,6 +176,26 @@ def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
     nats = expected[0, :2].sum() + expected[1, :1].sum() + expected[2].sum()
     assert measured.nats == pytest.approx(nats.item(), rel=1e-5)
     assert_raises(ValueError, "no rows", by_position, model, [])
+
+
+def test_the_loss_of_a_text_has_an_error_and_the_level_of_a_guess(tmp_path):
+    """Blocks of three tokens count as single observations, and the last two of 50 predicted tokens as none."""
+    torch.manual_seed(0)
+    model = LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)).eval()
+    ids = torch.randint(256, (51,))
+    (tmp_path / "a.txt").write_bytes(bytes(ids.tolist()))
+    (tmp_path / "short.txt").write_bytes(b"abc")
+    found = measure_texts(model, ByteTokenizer(), [tmp_path / "a.txt", tmp_path / "short.txt"])
+    with torch.no_grad():
+        logits, _ = model(ids[None, :-1])
+    losses = -logits.log_softmax(-1).gather(-1, ids[None, 1:, None]).flatten().double()
+    error = losses[:48].view(16, 3).mean(1).std().item() / 4
+    one, bits = found[str(tmp_path / "a.txt")], 50 / 51 / math.log(2)
+    assert one["bits_per_byte"] == pytest.approx(bits * losses.mean().item(), rel=1e-5)
+    assert one["bits_stderr"] == pytest.approx(bits * error, rel=1e-4)
+    assert one["perplexity_stderr"] == pytest.approx(one["perplexity"] * error, rel=1e-4)
+    assert (one["bits_guess"], one["perplexity_guess"]) == (pytest.approx(8 * 50 / 51), 256)
+    assert math.isnan(found[str(tmp_path / "short.txt")]["bits_stderr"])
 
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])

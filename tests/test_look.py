@@ -4,6 +4,7 @@ import json
 import re
 import zlib
 from base64 import b64decode
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from halflife.analysis.look.lens import half_lives
 from halflife.analysis.look.observe import READ, Place, observe
 from halflife.analysis.look.readings import OpReading
 from halflife.cli import main
+from halflife.cli.measure.look import _best_label
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.ops import available_backends
@@ -371,6 +373,22 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["look", *arguments, "--exact", str(tmp_path / "exact.npz")])
     assert "--heads names" in capsys.readouterr().err
+
+
+def test_a_model_that_was_trained_several_times_is_found_by_its_name(tmp_path, monkeypatch):
+    """It is that of the first seed at the selected rate."""
+    found = {
+        f"a lr{rate:g}-seed{seed}": tmp_path / f"a/lr{rate:g}-seed{seed}" for rate in (0.1, 0.01) for seed in (0, 1)
+    }
+    found["b"] = tmp_path / "b/lr1-seed0"
+    assert _best_label(tmp_path, "a", found) == "a"  # no comparison
+    (tmp_path / "results.csv").touch()
+    scores = [
+        SimpleNamespace(model="a", learning_rate=r, seed=s, selected=r < 0.1) for r in (0.1, 0.01) for s in (1, 0)
+    ]
+    monkeypatch.setattr("halflife.runs.folder.read", lambda folder: SimpleNamespace(scores=scores))
+    assert _best_label(tmp_path, "a", found) == "a lr0.01-seed0"
+    assert (_best_label(tmp_path, "b", found), _best_label(tmp_path, "c", found)) == ("b", "c")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Pictures of results show today's files: the digest of their numbers, which a PNG file carries, is computed again."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -43,10 +44,13 @@ def test_a_picture_shows_the_numbers_of_its_files(name):
         assert picture.text[DATA] == digest(DRAWN[name]())
 
 
-def test_the_first_picture_of_readme_and_site_is_one_of_them():
+def test_readme_and_site_begin_with_the_film_and_then_show_the_overview():
     for page in (DOCS.parent / "README.md", DOCS / "index.md"):
-        first = page.read_text(encoding="utf-8").split("](", 1)[1].split(")")[0]
+        film, first = re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text(encoding="utf-8"))[:2]
         assert Path(first).stem in DRAWN
+        assert (page.parent / film).stat().st_size < 1_500_000
+        with Image.open(page.parent / film) as shown:
+            assert shown.n_frames > 50
 
 
 def test_other_numbers_have_another_digest(monkeypatch):

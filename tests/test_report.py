@@ -31,7 +31,7 @@ from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import run_figures, save_figures, write_report
 from halflife.report.style import model_styles, run_styles
 from halflife.report.table import show
-from halflife.report.tables.comparison import comparison_tables
+from halflife.report.tables.comparison import comparison_tables, recall_sketch
 from halflife.report.tables.lengths import length_table, write_lengths
 from halflife.report.ticks import log_places, whole_places
 from halflife.runs import folder as results
@@ -298,6 +298,25 @@ def test_the_printed_table_leaves_out_what_the_one_in_distribution_repeats(run_d
     assert "in: in distribution, also cap 64, also per 64." in out
     assert re.search(r" cap +cap +cap +per +per +per *\n", out)
     assert re.search(r" 128 +256 +512 +128 +256 +512 *\n", out)
+
+
+def test_recall_by_lag_as_characters_and_a_sentence():
+    """Means over seeds of selected runs; the model that recalls most at the longest lag stands first."""
+    recalled = {("a", 0): (1.0, 0.25), ("a", 1): (1.0, 0.25), ("b", 0): (0.5, 0.875), ("b", 1): (0.0, 0.625)}
+    rows = [
+        {"model": model, "seed": seed, "selected": True, "test": "lag", "lag": lag, "num_pairs": 8, "accuracy": own,
+         "shortcut_accuracy": 0.125}
+        for (model, seed), values in recalled.items() for lag, own in zip((15.4, 47), values, strict=True)
+    ]  # fmt: skip
+    rows += [{**rows[0], "selected": False, "accuracy": 0.9}, {**rows[0], "test": "capacity"}]
+    assert recall_sketch(rows).splitlines() == [
+        "recalled after  15        47       tokens",
+        "b               ██        ██████",
+        "a               ████████  ██",
+        "",
+        "47 tokens after a value, b still recalls 75 % of 8 pairs, a 25 %. A guess among the values is right in 12 %.",
+    ]
+    assert recall_sketch([row for row in rows if row["test"] != "lag"]) == ""
 
 
 def test_the_printed_table_has_models_with_tests_of_their_own(tmp_path, capsys):

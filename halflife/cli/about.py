@@ -50,28 +50,40 @@ Set them with --set, as in: halflife train MODEL --set mixer.conv_size=3. In Pyt
 
 @dataclass(frozen=True)
 class Info:
-    """Print versions, devices, the backends of each op, and a check of the ops on this machine.
+    """Say in one screen what is fast on this machine, what is missing, and the command that mends it.
+
+    Every op is checked against its definition. With --details the command also prints the backends of each op, why the
+    others cannot run, and each check.
 
     examples:
       halflife info
+      halflife info --details
       halflife info --device cuda
     """
 
     device: str | None = None
     """The device to check. Default: the GPU if there is one, else the CPU."""
+    details: bool = False
+    """Also print the backends of each op and every check."""
 
     def run(self) -> None:
         from halflife import ops
         from halflife.cli.options import default_device
-        from halflife.report.tables.about import print_backends
+        from halflife.report.table import show
+        from halflife.report.tables.about import print_backends, summary
         from halflife.runs.versions import versions
 
-        for name, version in versions().items():
-            print(f"{name:13} {version}")
+        print(", ".join(f"{name} {version}" for name, version in versions().items()))
         device = default_device(self.device)
-        print_backends(device)
         report = ops.selfcheck(device, length=70)  # more than a chunk
-        print(f"\n{report}")
+        wrong = [check for check in report.checks if not check.ok]
+        verdict = f"{len(report.checks):,} comparisons with the token loops, {len(wrong) or 'all right'}"
+        show(summary(device, f"{verdict} WRONG" if wrong else verdict))
+        if self.details:
+            print_backends(device)
+            print(f"\n{report}")
+        elif wrong:
+            print("\n".join(f"  {check}" for check in wrong))
         if not report.ok:
             raise SystemExit(1)
 

@@ -161,7 +161,7 @@ class Compare:
     def run(self) -> None:
         from halflife.lab.experiments import compare
         from halflife.report.table import show
-        from halflife.report.tables.comparison import comparison_tables, rates_at_ends
+        from halflife.report.tables.comparison import comparison_tables, rates_at_ends, recall_sketch
         from halflife.report.tables.estimate import describe_trial
         from halflife.report.tracking import track_options
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
@@ -200,11 +200,14 @@ class Compare:
             say((folder / SUMMARY_MD).read_text(encoding="utf-8"))
         elif rows:
             show(*comparison_tables(rows))
+            say(recall_sketch(rows))
         for model, (rate, end, further) in rates_at_ends(rows).items():
             command = shlex.join(["halflife", "compare", model, "--resume", str(folder), "--lr", f"{further:g}"])
             say(f"{model} is best at the {end} learning rate that it tried, {rate:g}; try one beyond it: {command}")
         if rows:
             say(f"report: {folder / REPORT_HTML}")
+            if comparison.experiment.measure != "loss":
+                say(_next_commands(folder))
         self._report_failures(rows, failed)
 
     def _runner(self) -> Runner:
@@ -287,3 +290,15 @@ class Compare:
                 yield f"--{name.replace('_', '-')}"
                 if value is not True:
                     yield from map(str, value if isinstance(value, tuple) else (value,))
+
+
+def _next_commands(folder: Path) -> str:
+    """What to type after a comparison."""
+    place = shlex.quote(str(folder))
+    commands = {
+        f"halflife look {place}": "see what a model keeps of a sequence, and what it reads",
+        f"halflife diagnose {place}": "be told why each model forgets",
+        f"halflife forecast {place}": "know how far each will recall",
+    }
+    width = max(map(len, commands))
+    return "\n".join(["next:", *(f"  {command:<{width}}  {purpose}" for command, purpose in commands.items())])

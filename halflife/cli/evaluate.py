@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,8 +170,14 @@ class Eval:
         unit = unit_of(tokenizer.name)
         result["text"] = measure_texts(model, tokenizer, self.text)
         for name, found in result["text"].items():
-            for metric, key in (("bits per byte", "bits_per_byte"), (f"perplexity of a {unit}", "perplexity")):
-                result["rows"].append({"task": name, "metric": metric, "value": found[key], "stderr": None})
+            for metric, key, short in (
+                ("bits per byte", "bits_per_byte", "bits"), (f"perplexity of a {unit}", "perplexity", "perplexity"),
+            ):  # fmt: skip
+                error = found[f"{short}_stderr"]
+                result["rows"].append({
+                    "task": name, "metric": metric, "value": found[key],
+                    "stderr": error if math.isfinite(error) else None, "guess": found[f"{short}_guess"],
+                })  # fmt: skip
 
     def _add_ruler(
         self, result: dict[str, Any], output: Path, model: Any, tokenizer: Any, tasks: Sequence[str], essay: str | None

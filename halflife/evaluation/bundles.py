@@ -6,6 +6,7 @@ log-likelihood of an answer by its length. The harness's WikiText is WikiText-2;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,14 @@ def expand(names: Sequence[str]) -> list[str]:
 
 
 def averages(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each bundle among `names`: the mean of its accuracies in `harness.metric_rows`, if all are there."""
-    values = {(row["task"], row["metric"]): row["value"] for row in rows if row.get("filter", "none") == "none"}
+    """One row for each bundle among `names`, if all its accuracies are in `harness.metric_rows`: mean and error."""
+    own = {(row["task"], row["metric"]): row for row in rows if row.get("filter", "none") == "none"}
     found = []
     for name in names:
         wanted = [(task, metric) for task, metric in BUNDLES[name].metrics.items() if metric] if name in BUNDLES else []
-        if wanted and all(key in values for key in wanted):
-            mean = sum(values[key] for key in wanted) / len(wanted)
-            found.append({"task": name, "metric": f"mean of {len(wanted)} accuracies", "value": mean, "stderr": None})
+        if wanted and all(key in own for key in wanted):
+            mean = sum(own[key]["value"] for key in wanted) / len(wanted)
+            errors = [error for key in wanted if (error := own[key].get("stderr")) is not None]
+            error = math.hypot(*errors) / len(wanted) if len(errors) == len(wanted) else None  # of independent tasks
+            found.append({"task": name, "metric": f"mean of {len(wanted)} accuracies", "value": mean, "stderr": error})
     return found

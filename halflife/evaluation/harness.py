@@ -311,20 +311,20 @@ def _load_task(manager: Any, name: str) -> list[Any]:
 def metric_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a table of the results of `evaluate`, one row for each metric.
 
-    A row is `{"task", "shots", "metric", "filter", "value", "stderr"}`. "filter" names the rule that extracts an answer
-    from a text, or is "none". "stderr" is None if the harness gives none.
+    A row is `{"task", "shots", "metric", "filter", "value", "stderr", "guess"}`. "filter" names what extracts an answer
+    from a text, or is "none". "stderr", and "guess", the accuracy of a guess, are None if the harness does not say.
     """
     table = []
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
         for key, value in metrics.items():
             metric, comma, rule = key.partition(",")
-            if not comma or metric.endswith("_stderr"):
-                continue
-            if metric.isdecimal() and value == -1:
-                continue  # a length of RULER's tasks that was not measured
+            if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
+                continue  # −1 is at a length of RULER's tasks that was not measured
             error = metrics.get(f"{metric}_stderr,{rule}")
+            choices = results.get("configs", {}).get(task, {}).get("doc_to_choice")
             table.append({
                 "task": task, "shots": results["n-shot"].get(task), "metric": metric, "filter": rule, "value": value,
                 "stderr": error if isinstance(error, float) else None,
+                "guess": 1 / len(choices) if metric.startswith("acc") and isinstance(choices, list) else None,
             })  # fmt: skip
     return table

@@ -17,6 +17,7 @@ from halflife.models import LanguageModel
 from halflife.models.loss import token_losses
 from halflife.ops.linear import fast_linears
 
+BLOCKS = 16  # of a text, whose mean losses give the standard error
 PIECE = 4096  # tokens read at once; the state is carried over, so memory does not grow with the text
 
 
@@ -133,7 +134,9 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
         files: the files; `.gz` files are decompressed.
 
     Returns:
-        "bits_per_byte", "perplexity" (of a token), "tokens", the number of predicted tokens, and "bytes", of the file.
+        "bits_per_byte" and "perplexity" (of a token), with their standard errors "bits_stderr" and "perplexity_stderr"
+        over `BLOCKS` equal blocks of the text (NaN for a text of fewer tokens), and those of a guess among all tokens,
+        "bits_guess" and "perplexity_guess"; "tokens", the number of predicted tokens, and "bytes", of the file.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -142,14 +145,31 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
     measured = {}
     for file in files:
         data = read_bytes(file)
-        loss = document_loss(model, [torch.as_tensor(tokenizer.encode(data))])
-        if not loss.tokens:
+        ids = torch.as_tensor(tokenizer.encode(data), dtype=torch.long)
+        if len(ids) < 2:
             raise ValueError(f"{file} has fewer than two tokens, so there is nothing to predict")
+        with torch.no_grad(), fast_linears(model):
+            pieces = [*_losses(model, ids[None], F.pad(ids[1:], (0, 1), value=-100)[None])]
+        losses = torch.cat(pieces, dim=1)[0, :-1].double()
+        bits, error = len(losses) / math.log(2) / len(data), blocked_error(losses)
+        mean, guess = losses.mean().item(), math.log(model.config.vocab_size)
         measured[str(file)] = {
-            "bits_per_byte": loss.nats / math.log(2) / len(data), "perplexity": exponential(loss.nats / loss.tokens),
-            "tokens": loss.tokens, "bytes": len(data),
+            "bits_per_byte": bits * mean, "bits_stderr": bits * error, "bits_guess": bits * guess,
+            "perplexity": exponential(mean), "perplexity_stderr": exponential(mean) * error,
+            "perplexity_guess": float(model.config.vocab_size), "tokens": len(losses), "bytes": len(data),
         }  # fmt: skip
     return measured
+
+
+def blocked_error(losses: Tensor) -> float:
+    """The standard error of the mean of losses `[T]`, whose neighbours depend on each other, by equal blocks.
+
+    Each of `BLOCKS` blocks counts as one observation. NaN for fewer tokens than blocks.
+    """
+    if len(losses) < BLOCKS:
+        return math.nan
+    means = losses[: len(losses) // BLOCKS * BLOCKS].view(BLOCKS, -1).mean(1)
+    return (means.std() / BLOCKS**0.5).item()
 
 
 def octave_means(losses: Tensor) -> list[tuple[int, int, float]]:

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from halflife import layers
+from halflife.extras import install_anywhere
 from halflife.files import write_text
 from halflife.hf import quantization, weight_decay
 from halflife.hf.block import HalflifeBlock, run
@@ -61,7 +62,7 @@ class HalflifePreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.config.auto_map:
             names = sorted(path.partition(".")[2] for path in self.config.auto_map.values())
-            text = f"# pip install 'halflife-lm[train]'\nfrom halflife.hf import {', '.join(names)}  # noqa: F401\n"
+            text = f"# {install_anywhere('train')}\nfrom halflife.hf import {', '.join(names)}  # noqa: F401\n"
             write_text(Path(save_directory) / f"{AUTO_FILE}.py", text)
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 from halflife.analysis.survey import measure_models
 from halflife.data.documents import is_name
 from halflife.data.tokenizers import OF_BYTES
+from halflife.extras import install_anywhere
 from halflife.files import WEIGHTS, finite, write_text
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.spectrum import timescales
@@ -23,14 +24,13 @@ FIGURE = "timescales"
 CARD_TEXT = """# {name}, {parameters:,} parameters
 
 A causal language model with {layers} layers of width {width}, trained by
-[halflife](https://pypi.org/project/halflife-lm/) {version}
-on {tokens:,} tokens. Its state of one sequence is {state:,} numbers
+halflife {version} on {tokens:,} tokens. Its state of one sequence is {state:,} numbers
 after the first token.
 
 ## Use
 
 ```python
-import halflife.hf  # registers the model with transformers: pip install 'halflife-lm[train]'
+import halflife.hf  # registers the model with transformers: {install}
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{folder}")
@@ -89,6 +89,7 @@ def _text(run: LanguageRun, figure: str | None) -> str:
         folder=run.path.name, bits=result["bits_per_byte"], context=run.config["context"],
         bytes=f"Its tokens are the bytes of the text in UTF-8{end}.\n" if tokenizer in OF_BYTES else "",
         lengths=Table(("length in tokens", "perplexity per token"), lengths, left=("",)).markdown(),
+        install=install_anywhere("train"),
         figure=f"![The time-scales of the decays, in tokens, by layer]({figure})\n\n" if figure else "",
         data="\n".join(_data(run.config["data"])), settings=Table(names, settings, left=names).markdown(),
     )  # fmt: skip

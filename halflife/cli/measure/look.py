@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ class Look:
     tokens: int | None = None
     """Most tokens of the text, by default 512, or the length of the task's sequence, by default that of the run."""
     model: str | None = None
-    """The model of a run with several, by its label. Default: the first one."""
+    """The model of a run with several, by its name or label. Default: the first one."""
     heads: tuple[str, ...] = ()
     """Heads whose numbers must be on the page, as layer.head, from 0. Default: the slowest, the median and the fastest
     head, then the slowest of each layer, until the page is full."""
@@ -81,7 +81,7 @@ class Look:
             check_suffixes(self.picture, self.film)
         root = local_folder(self.folder)
         found = checkpoints([root], has_readings)
-        label = self.model or next(iter(found))
+        label = _best_label(root, self.model, found) if self.model else next(iter(found))
         if label not in found:
             raise unknown("model", label, [*found])
         name = "look.html" if root == Path(self.folder) else f"look-{self.folder.replace('/', '--')}.html"
@@ -128,6 +128,18 @@ def lens_of(
     ids, documents = read_text(text, own, tokens or TOKENS)
     title = f"{label} reads {text[0].name}"
     return look(model, ids, documents=documents, tokenizer=own, title=title, progress=progress)
+
+
+def _best_label(root: Path, model: str, found: Mapping[str, Path]) -> str:
+    """The label of a model, or where it was trained several times, that of its first seed at the selected rate."""
+    labels = [label for label in found if label.startswith(f"{model} ")]
+    from halflife.runs.folder import RESULTS_CSV, read
+
+    if model in found or not labels or not (root / RESULTS_CSV).is_file():
+        return model
+    chosen = {(one.learning_rate, one.seed) for one in read(root).scores if one.model == model and one.selected}
+    names = {f"lr{rate:g}-seed{seed}" for rate, seed in sorted(chosen)[:1]}
+    return next((label for label in labels if found[label].name in names), labels[0])
 
 
 def _numbers(name: str) -> tuple[int, int]:

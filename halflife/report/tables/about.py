@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from halflife import ops
 from halflife.decay import DECAYS
 from halflife.evaluation.bundles import BUNDLES
+from halflife.extras import EXTRAS, install
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.models.presets.presets import by_family
@@ -16,7 +18,15 @@ from halflife.models.presets.sizes import SIZES
 from halflife.ops.backends import dispatch
 from halflife.report.table import Cell, Table, show
 from halflife.tasks import TASKS
+from halflife.training.speed import bf16_slowdown
 
+PLAIN = ("chunked", "reference", "mask")  # backends without kernels
+SLOWER = 2  # times as slow as float32, above which bfloat16 is not worth its name
+PURPOSES = {
+    "cli": "the command", "train": "train, compare", "report": "figures and pages", "gpu": "more GPU kernels",
+    "eval": "eval --tasks", "sweep": "compare --on ray", "slurm": "compare --on slurm", "serve": "serve",
+    "onnx": "export --onnx", **{name: f"--track {name}" for name in ("tensorboard", "wandb", "trackio", "mlflow")},
+}  # fmt: skip
 REGISTRIES = {
     "presets": PRESETS, "modifiers (preset+modifier)": MODIFIERS, "decays": DECAYS, "layers": LAYERS, "tasks": TASKS,
 }  # fmt: skip
@@ -52,6 +62,35 @@ def print_options(groups: Mapping[str, Sequence[tuple[str, str, str, str]]]) -> 
     """Print the options of a model, group by group: name, type, value and meaning."""
     headings = ("option", "type", "value", "meaning")
     show(*(Table(headings, rows, left=headings) for rows in groups.values()))
+
+
+def summary(device: torch.device | str, checks: str) -> Table:
+    """What is fast on a device, what is slow, and what is missing, with the command that mends it."""
+    device = torch.device(device)
+    first = [ops.available_backends(op, device)[0] for op in ops.ops()]
+    compiled = [name for name in first if name not in PLAIN]
+    kernels = "/".join(dict.fromkeys(compiled)) or "no"
+    rows = [
+        ("fast", f"{len(compiled)} of {len(first)} ops and passes by {kernels} kernels, the others in plain PyTorch")
+    ]
+    times = bf16_slowdown(device)
+    rows.append(("slow", f"bfloat16, {times:.0f} times as slow as float32: leave out --bf16") if times > SLOWER else
+                ("fast", "bfloat16 (--bf16)"))  # fmt: skip
+    if device.type == "cpu" and not torch.cuda.is_available():
+        rows.append(("missing", "a GPU: models above some ten million parameters train for days"))
+    for (name, reason), affected in refusals(device).items():
+        if name == "native" and device.type == "cpu":
+            rows.append(("missing", f"native kernels of {len(affected)} ops: {reason}"))
+    absent: dict[str, list[str]] = {}
+    for package, extra in EXTRAS.items():
+        if importlib.util.find_spec(package) is None:
+            absent.setdefault(extra, []).append(package)
+    rows += [
+        ("optional", f"{', '.join(packages)} ({PURPOSES[extra]}): {install(extra)}")
+        for extra, packages in absent.items()
+    ]
+    rows.append(("checked", checks))
+    return Table((), [(Cell(f"  {name}", style="bold"), text) for name, text in rows], title=f"halflife on {device}")
 
 
 def print_backends(device: torch.device | str) -> None:

@@ -11,6 +11,7 @@ from halflife.report.intervals import MIN_SEEDS, bootstrap
 from halflife.report.table import Table, styled
 from halflife.runs.records import IN_DISTRIBUTION, LAG, at_guess_level, repeated_tests
 
+BAR = 8  # characters of a bar
 MAX_COLUMNS = 12  # columns of tests that fit a terminal
 
 
@@ -123,6 +124,40 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             label = "mean" if whole == chosen else f"mean of {len(whole)} of {len(chosen)}"
             table.append({**chosen[0], "seed": label, "accuracy": mean, "tokens_per_second": speed})
     return table
+
+
+def recall_by_lag(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Model → lag in tokens → the mean accuracy of its selected runs, the model that recalls most first."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        if row["test"] == LAG and row["selected"] and math.isfinite(row["accuracy"]):
+            found.setdefault(row["model"], {}).setdefault(round(row["lag"]), []).append(row["accuracy"])
+    means = {model: {lag: fmean(own) for lag, own in sorted(lags.items())} for model, lags in found.items()}
+    return dict(sorted(means.items(), key=lambda one: -one[1][max(one[1])]))
+
+
+def recall_sketch(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Recall by lag as bars of characters, and one sentence about the longest lag; "" without tests of the lag."""
+    if not (recalled := recall_by_lag(rows)):
+        return ""
+    lags = sorted({lag for own in recalled.values() for lag in own})
+    width = max(map(len, (*recalled, "recalled after")))
+    lines = [f"{'recalled after':<{width}}  {'  '.join(f'{lag:<{BAR},}' for lag in lags)} tokens"]
+    for model, own in recalled.items():
+        bars = (_bar(own[lag]).ljust(BAR) if lag in own else " " * BAR for lag in lags)
+        lines.append(f"{model:<{width}}  {'  '.join(bars)}".rstrip())
+    last, guess = lags[-1], [row for row in rows if row["test"] == LAG and round(row["lag"]) == lags[-1]]
+    said = [f"{model} {100 * own[last]:.0f} %" for model, own in recalled.items() if last in own]
+    said[0] = f"{said[0].replace(' ', ' still recalls ', 1)} of {guess[0]['num_pairs']} pairs"
+    level = 100 * fmean(row["shortcut_accuracy"] for row in guess)
+    sentence = f"{last:,} tokens after a value, {', '.join(said)}. A guess among the values is right in {level:.0f} %."
+    return "\n".join([*lines, "", sentence])
+
+
+def _bar(share: float) -> str:
+    """A share of `BAR` characters, in eighths of one."""
+    eighths = round(8 * BAR * share)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def rates_at_ends(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, str, float]]:
