@@ -15,8 +15,8 @@ from halflife.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from halflife.models.states import size
 from halflife.models.text import TextStream
 from halflife.serve.app import Limits, build
-from halflife.serve.engine import Engine, Full
-from halflife.serve.jobs import Done, Failed, Job, Piece, Settings
+from halflife.serve.engine import Engine
+from halflife.serve.jobs import Done, Failed, Full, Job, Piece, Settings
 from halflife.serve.prefixes import PrefixCache
 from halflife.serve.sessions import Busy
 from halflife.serve.sessions import Session as Session_
@@ -296,8 +296,8 @@ def test_sessions_go_on_fork_and_stay_as_large_as_they_are(client, model):
     assert refused.json()["error"]["code"] == "too_many_sessions"
 
 
-def test_a_chat_is_what_the_template_makes_of_it():
-    """The template's special tokens are single ids, and the answer is the continuation of the template's text."""
+def bpe():
+    """A tokenizer with a template for chats: bytes, and a token between turns."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -308,7 +308,12 @@ def test_a_chat_is_what_the_template_makes_of_it():
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=inner, chat_template=template, additional_special_tokens=["<|turn|>"]
     )
-    tokenizer = HuggingFaceTokenizer(wrapped, "bpe")
+    return HuggingFaceTokenizer(wrapped, "bpe")
+
+
+def test_a_chat_is_what_the_template_makes_of_it():
+    """The template's special tokens are single ids, and the answer is the continuation of the template's text."""
+    tokenizer = bpe()
     asked = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
     prompt = [256, *tokenizer.encode("user: hi").tolist(), 256]
     model = tiny(vocab_size=257)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -19,7 +19,7 @@ from halflife.evaluation import evaluating
 from halflife.extras import require
 from halflife.files import RUN_JSON, read_bytes, read_json_object, write_text
 from halflife.models import LanguageModel
-from halflife.report.page.look import Pair, look_page, typical_heads
+from halflife.report.page.look import BUDGET, Pair, look_data, look_page, typical_heads
 from halflife.tasks import build, stream_seed
 
 
@@ -40,8 +40,12 @@ class Look(Lens):
 
     def html(self, chosen: Sequence[Head] = (), progress: Progress = ignore) -> str:
         """The page, with the numbers of the `chosen` heads in any case; `progress` is called with 1 for each head."""
-        return look_page(
-            self, self.tokens, title=self.title, ids=self.numbers, chosen=chosen, pairs=self.pairs, progress=progress
+        return look_page(self.title, self.data(chosen, progress))
+
+    def data(self, chosen: Sequence[Head] = (), progress: Progress = ignore, budget: int = BUDGET) -> dict[str, Any]:
+        """What the page draws, as JSON, in about `budget` bytes."""
+        return look_data(
+            self, self.tokens, ids=self.numbers, chosen=chosen, pairs=self.pairs, budget=budget, progress=progress
         )
 
     def save(self, path: str | Path, chosen: Sequence[Head] = (), progress: Progress = ignore) -> Path:
@@ -103,6 +107,14 @@ def look(
         lens.model, lens.ids, lens.documents, lens.heads, lens.refused, tokens=tuple(written), title=title,
         pairs=tuple(pairs), numbers=tokenizer is None,
     )  # fmt: skip
+
+
+LIVE_BYTES = 400_000  # of the numbers of heads, at every change of a text that is typed
+
+
+def looker(model: Readable, tokenizer: Any) -> Callable[[Sequence[int]], dict[str, Any]]:
+    """A function that returns what the page of a lens draws of token ids, small enough for a text that is typed."""
+    return lambda ids: look(model, ids, tokenizer=tokenizer).data(budget=LIVE_BYTES)
 
 
 def decoded(tokenizer: Any, token: int) -> str:

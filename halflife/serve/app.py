@@ -16,17 +16,16 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from halflife.data.tokenizers import HuggingFaceTokenizer
 from halflife.serve import metrics
 from halflife.serve.answering import Answering, JobFailed
 from halflife.serve.answers import Form, error
-from halflife.serve.engine import Engine, Full, Stopping
+from halflife.serve.engine import Engine
 from halflife.serve.gate import Application, Gate
-from halflife.serve.jobs import Piece, Settings
+from halflife.serve.jobs import Full, Piece, Settings, Stopping
+from halflife.serve.pages import CLIENT_LEFT, Pages, add_pages, has_chat
 from halflife.serve.schema import Chat, Completion, Generate, Sampling, Text
 from halflife.serve.sessions import Busy, Crowded, Session, Sessions
 
-CLIENT_LEFT = 499
 RETRY = {"Retry-After": "1"}
 
 
@@ -79,7 +78,7 @@ class Server:
     async def completions(self, body: Completion, request: Request) -> Response:
         """Continue texts."""
         self._check_model(body.model)
-        prompts = [await self._ids(prompt) for prompt in body.prompts(self.tokenizer.eos)]
+        prompts = [await self.ids(prompt) for prompt in body.prompts(self.tokenizer.eos)]
         self._check_length(prompts)
         settings = body.settings(self._max_tokens(body.max_tokens), body.logprobs)
         form = Form(self.name, self.tokenizer, chat=False, logprobs=body.logprobs is not None)
@@ -98,8 +97,8 @@ class Server:
         return await self._answer(request, body, Answering(self.engine, [prompt], settings), form)
 
     def _template(self, messages: list[dict]) -> list[int]:
-        tokenizer = self.tokenizer
-        if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.tokenizer.chat_template:
+        tokenizer: Any = self.tokenizer
+        if not has_chat(tokenizer):
             raise ValueError("the model's tokenizer has no chat template; use /v1/completions")
         try:
             ids = tokenizer.tokenizer.apply_chat_template(
@@ -109,7 +108,8 @@ class Server:
             raise ValueError(f"the chat template refuses these messages: {' '.join(str(reason).split())}") from reason
         return list(ids)
 
-    async def _ids(self, text: str | Sequence[int]) -> list[int]:
+    async def ids(self, text: str | Sequence[int]) -> list[int]:
+        """Return the ids of a text, or ids that the model knows."""
         if isinstance(text, str):
             return (await run_in_threadpool(self.tokenizer.encode, text)).tolist()
         size = self.engine.model.config.vocab_size
@@ -172,7 +172,7 @@ class Server:
 
     async def open_session(self, body: Text, request: Request) -> Response:
         """Open a session, which may read a text at once."""
-        ids = await self._ids(body.input)
+        ids = await self.ids(body.input)
         self._check_length([ids])
         session = self.sessions.open()
         try:
@@ -190,7 +190,7 @@ class Server:
 
     async def append(self, name: str, body: Text, request: Request) -> Response:
         """Let a session read."""
-        session, ids = self._session(name), await self._ids(body.input)
+        session, ids = self._session(name), await self.ids(body.input)
         self._check_length([ids])
         self.sessions.check_room()
         return await self._append(session, ids, request)
@@ -238,10 +238,12 @@ def _event(data: dict) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def build(engine: Engine, name: str, limits: Limits | None = None, api_key: str | None = None) -> Application:
+def build(
+    engine: Engine, name: str, limits: Limits | None = None, api_key: str | None = None, pages: Pages | None = None
+) -> Application:
     """Return the ASGI application of a server of the model `name`. The engine is started and closed with it.
 
-    Clients must send `api_key` as a bearer token, if it is not None.
+    Clients must send `api_key` as a bearer token, if it is not None. People get `pages`, if any.
     """
     limits = limits or Limits()
     server = Server(engine, name, limits)
@@ -264,6 +266,8 @@ def build(engine: Engine, name: str, limits: Limits | None = None, api_key: str 
         ("POST", "/v1/sessions/{name}/generate", server.generate),
     ):  # fmt: skip
         app.add_api_route(path, handler, methods=[method], response_model=None)
+    if pages is not None:
+        add_pages(app, pages, engine, server.ids)
     _add_errors(app)
     return Gate(app, server.answers, limits.max_body, api_key)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,31 +25,10 @@ from halflife.models.states import form, select, stack
 from halflife.models.text import context
 from halflife.ops.linear import fast_linears
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
-from halflife.serve.jobs import Done, Failed, Job, Row
+from halflife.serve.jobs import Counts, Done, Failed, Full, Job, Row, Stopping
 from halflife.serve.prefixes import BLOCK_TOKENS, Prefix, PrefixCache
 
-
-class Full(Exception):
-    """Too many jobs wait."""
-
-
-class Stopping(Exception):
-    """The engine takes no more jobs."""
-
-
-@dataclass
-class Counts:
-    """What the engine has done so far. Its thread writes the numbers, and others may read them."""
-
-    prompt_tokens: int = 0  # read, without those that a stored state stood for
-    reused_tokens: int = 0
-    written_tokens: int = 0
-    steps: int = 0  # batched steps of one token
-    jobs: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    first_token_seconds: float = 0.0  # sum over `first_tokens`
-    first_tokens: int = 0
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -86,6 +66,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._reading: list[Job] = []
         self._groups: list[Group] = []
+        self._calls: deque[tuple[Future, Callable[[], object]]] = deque()
         self._wake, self._stopping = threading.Condition(), False
         self._thread: threading.Thread | None = None
 
@@ -116,6 +97,20 @@ class Engine:
             self._wake.notify()
         return job
 
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Let the engine's thread, which alone may run the model, call a function between two turns.
+
+        Raises:
+            Stopping: `close` was called.
+        """
+        future: Future[Result] = Future()
+        with self._wake:
+            if self._stopping:
+                raise Stopping("the server is stopping")
+            self._calls.append((future, function))
+            self._wake.notify()
+        return future
+
     def close(self) -> None:
         """End all jobs and the thread. What is not done yet fails."""
         with self._wake:
@@ -144,18 +139,31 @@ class Engine:
         with fast_linears(self.model):
             self._loop()
         self._fail(self._jobs(), "the server is stopping")
+        for future, _ in self._calls:
+            future.cancel()
 
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not (self._stopping or self._waiting or self._reading or self._groups):
+                while not (self._stopping or self._waiting or self._reading or self._groups or self._calls):
                     self._wake.wait()
                 if self._stopping:
                     return
             try:
                 self.turn()
+                self._answer_call()
             except Exception as error:  # a fault of this file: nobody waits for ever
                 self._fail(self._jobs(), _reason(error))
+
+    def _answer_call(self) -> None:
+        if not self._calls:
+            return
+        future, function = self._calls.popleft()
+        if future.set_running_or_notify_cancel():  # else nobody waits for it
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
 
     @torch.no_grad()
     def turn(self) -> None:

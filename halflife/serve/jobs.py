@@ -1,4 +1,4 @@
-"""What the engine is asked for, and what it answers."""
+"""What the engine is asked for, what it answers, and what it counts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,29 @@ from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import ModelState
 from halflife.models.text import TextStream
 from halflife.serve.prefixes import Prefix
+
+
+class Full(Exception):
+    """Too many jobs wait."""
+
+
+class Stopping(Exception):
+    """The engine takes no more jobs."""
+
+
+@dataclass
+class Counts:
+    """What the engine has done so far. Its thread writes the numbers, and others may read them."""
+
+    prompt_tokens: int = 0  # read, without those that a stored state stood for
+    reused_tokens: int = 0
+    written_tokens: int = 0
+    steps: int = 0  # batched steps of one token
+    jobs: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    first_token_seconds: float = 0.0  # sum over `first_tokens`
+    first_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from tyro.conf import Positional
 class Serve:
     """Serve a trained model over HTTP, with the paths of OpenAI's API and sessions of constant memory.
 
-    The paths are /v1/completions, /v1/chat/completions (if the tokenizer has a chat template), /v1/models,
+    A browser gets a page to talk to the model at /, and its memory of a text that one types at /look. The other paths
+    are /v1/completions, /v1/chat/completions (if the tokenizer has a chat template), /v1/models,
     /v1/sessions, /health and /metrics. All clients share the steps of the model. SIGTERM and Ctrl-C let the answers
     that have begun end, for 30 seconds.
 
@@ -60,9 +61,12 @@ class Serve:
     def run(self) -> None:
         from halflife.cli.checkpoint import load_model, load_tokenizer
         from halflife.cli.options import default_device
+        from halflife.report.look import looker
+        from halflife.report.page.chat import chat_page, live_page
         from halflife.serve.app import Limits, build
         from halflife.serve.engine import Engine
         from halflife.serve.listen import bind, listen
+        from halflife.serve.pages import Pages, has_chat
 
         for option in ("max_input", "max_tokens", "max_sessions", "max_connections", "session_mb"):
             if getattr(self, option) < 1:
@@ -81,5 +85,7 @@ class Serve:
         )  # fmt: skip
         name = self.name or self.checkpoint.resolve().name
         key = self.api_key or os.environ.get("HALFLIFE_API_KEY") or None
+        talk = chat_page(name, chat=has_chat(tokenizer), key=key is not None, most=self.max_tokens)
+        pages = Pages({"/": talk, "/look": live_page(name, key=key is not None)}, looker(model, tokenizer))
         print(f"{name}: {model.num_parameters():,} parameters, {4 * model.state_size():,} bytes of state a row")
-        listen(build(engine, name, limits, key), bind(self.host, self.port), self.max_connections)
+        listen(build(engine, name, limits, key, pages), bind(self.host, self.port), self.max_connections)

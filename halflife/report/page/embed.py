@@ -22,15 +22,15 @@ def data_of(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")
 
 
-def policy(scripts: Sequence[str], images: bool = False) -> str:
+def policy(scripts: Sequence[str], images: bool = False, connect: bool = False) -> str:
     """The content security policy of a page that may run these scripts, and nothing else.
 
-    With `images` it may save a plot as a picture.
+    With `images` it may save a plot as a picture, and with `connect` ask the server that it came from.
     """
     digests = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    pictures = "img-src data:; " if images else ""
+    more = ("img-src data:; " if images else "") + ("connect-src 'self'; " if connect else "")
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; {pictures}"
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; {more}"
         "base-uri 'none'; form-action 'none'"
     )

@@ -1,7 +1,6 @@
 "use strict";
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const details = data.details;
+// Returns a function that shows the data of a lens.
+const lens = (() => {
   const kinds = { u1: Uint8Array, i1: Int8Array, u2: Uint16Array, f4: Float32Array };
   // Unpack the numbers of a head when it is shown for the first time.
   async function unpack(d) {
@@ -12,9 +11,9 @@
     for (const [name, [kind, at, size]] of Object.entries(d.arrays)) d[name] = new kinds[kind](bytes, at, size);
     d.blob = "";
   }
-  const T = data.tokens.length, at = id => document.getElementById(id);
+  const at = id => document.getElementById(id);
   const text = at("text"), range = at("cursor"), choice = at("head"), status = at("status");
-  let cursor = data.cursor, view = data.view, shown = 0;
+  let data, details, T, spans, cursor, view, shown, name;
 
   const make = (name, attributes = {}, content = "") => {
     const element = document.createElement(name);
@@ -27,16 +26,6 @@
   const tokens = n => `${n.toLocaleString("en")} token${n === 1 ? "" : "s"}`;
   const word = i => `“${data.tokens[i].replace(/\n/g, "↵")}”`;
   const begins = i => data.documents.filter(first => first <= i).pop();
-
-  const spans = data.tokens.map((token, i) => {
-    const span = make("span", {}, token === "" ? "·" : token.replace(/\n/g, "↵\n"));
-    span.dataset.i = i;
-    if (data.documents.includes(i) && i) span.classList.add("begins");
-    return span;
-  });
-  if (data.ids) text.classList.add("ids");
-  text.append(...spans);
-  range.max = T - 1;
 
   // The share of token j's write after token t. Between two stored positions its logarithm is interpolated.
   function stored(d, grid, t, j) {
@@ -59,7 +48,9 @@
   const readers = (d, j) => listed(d, d.later_index, d.later_value, d.later_scale, j, d.k_later);
 
   function paint() {
-    const d = details[shown], head = data.heads[d.head];
+    const d = details[shown];
+    if (!d || d.blob) return; // its numbers are being unpacked
+    const head = data.heads[d.head];
     const alpha = new Float32Array(T), kind = new Array(T).fill("");
     if (view === "left") for (let j = 0; j <= cursor; j++) alpha[j] = stored(d, d.left, cursor, j);
     if (view === "lost") for (let j = 0; j <= cursor; j++) {
@@ -132,6 +123,7 @@
     const lives = data.heads.map(head => head.half).filter(x => x !== null);
     const top = Math.log(Math.max(T / 2, ...lives) + 1);
     const rows = new Map();
+    at("strip").replaceChildren();
     data.heads.forEach((head, i) => rows.set(head.layer, [...(rows.get(head.layer) || []), i]));
     for (const [layer, heads] of rows) {
       const row = make("tr");
@@ -151,6 +143,7 @@
     }
   }
   function pairTable() {
+    at("pairs").replaceChildren();
     if (!data.pairs.length) return;
     const list = make("table");
     list.append(make("caption", {}, "Pairs of the task: green underlines are answered right, red ones are not"));
@@ -167,8 +160,11 @@
     at("pairs").append(list);
   }
   async function choose(index) {
+    const wanted = details;
     await unpack(details[index]);
+    if (details !== wanted) return; // another text was shown meanwhile
     shown = index;
+    name = data.heads[details[index].head].name;
     choice.value = index;
     for (const button of document.querySelectorAll("#strip button")) button.setAttribute("aria-pressed", String(Number(button.dataset.index) === index));
     paint();
@@ -179,24 +175,46 @@
     if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; paint(); }); }
   }
 
-  details.forEach((d, i) => {
-    const head = data.heads[d.head];
-    choice.append(make("option", { value: i }, `${d.label ? `${d.label}: ` : ""}${head.name} (${life(head.half)} tokens)`));
-  });
+  function show(given) {
+    if (!given) return;
+    data = given;
+    details = data.details;
+    T = data.tokens.length;
+    cursor = data.cursor;
+    view ??= data.view;
+    spans = data.tokens.map((token, i) => {
+      const span = make("span", {}, token === "" ? "·" : token.replace(/\n/g, "↵\n"));
+      span.dataset.i = i;
+      if (data.documents.includes(i) && i) span.classList.add("begins");
+      return span;
+    });
+    text.classList.toggle("ids", data.ids);
+    text.replaceChildren(...spans);
+    range.max = T - 1;
+    at("summary").textContent = data.summary;
+    at("absent").textContent = data.absent;
+    at("lens").hidden = false;
+    choice.replaceChildren(...details.map((d, i) => {
+      const head = data.heads[d.head];
+      return make("option", { value: i }, `${d.label ? `${d.label}: ` : ""}${head.name} (${life(head.half)} tokens)`);
+    }));
+    document.querySelector(`[name=view][value=${view}]`).checked = true;
+    strip();
+    pairTable();
+    return choose(Math.max(0, details.findIndex(d => data.heads[d.head].name === name)));
+  }
   choice.addEventListener("change", () => choose(Number(choice.value)));
   range.addEventListener("input", () => move(Number(range.value)));
   for (const radio of document.querySelectorAll("[name=view]")) radio.addEventListener("change", () => { view = radio.value; paint(); });
   const pointed = event => { const span = document.elementFromPoint(event.clientX, event.clientY); if (span && span.dataset.i && text.contains(span)) move(Number(span.dataset.i)); };
   text.addEventListener("pointerdown", pointed);
   text.addEventListener("pointermove", event => { if (event.buttons) pointed(event); });
-  const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -1, ArrowDown: 1, PageUp: -10, PageDown: 10, Home: -T, End: T };
+  const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -1, ArrowDown: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
   text.addEventListener("keydown", event => {
     if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     move(cursor + steps[event.key]);
   });
-  document.querySelector(`[name=view][value=${view}]`).checked = true;
-  strip();
-  pairTable();
-  choose(0);
+  return show;
 })();
+lens(JSON.parse(document.getElementById("data").textContent));

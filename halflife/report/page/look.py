@@ -40,24 +40,41 @@ class Pair:
     known: bool
 
 
-def look_page(
-    lens: Lens, tokens: Sequence[str], *, title: str, ids: bool = False, chosen: Sequence[Head] = (),
-    pairs: Sequence[Pair] = (), progress: Progress = ignore,
-) -> str:  # fmt: skip
+def look_page(title: str, data: dict[str, Any] | None, above: str = "", script: str = "", connect: bool = False) -> str:
     """The HTML of a lens.
+
+    Args:
+        title: the page's title.
+        data: that of `look_data`; None where `script` gets it.
+        above: HTML above the lens.
+        script: a script that follows that of the lens, and may call its function `lens(data)`.
+        connect: whether the scripts may ask the server that the page came from.
+    """
+    script = (HERE / "look.js").read_text(encoding="utf-8") + script
+    return Template((HERE / "look.html").read_text(encoding="utf-8")).substitute(
+        title=escape(title), above=above, policy=policy([script], connect=connect), script=script, css=style("look"),
+        data=data_of(data),
+    )  # fmt: skip
+
+
+def look_data(
+    lens: Lens, tokens: Sequence[str], *, ids: bool = False, chosen: Sequence[Head] = (), pairs: Sequence[Pair] = (),
+    budget: int = BUDGET, progress: Progress = ignore,
+) -> dict[str, Any]:  # fmt: skip
+    """What the page of a lens draws, as JSON.
 
     Args:
         lens: the lens.
         tokens: what is written for each token.
-        title: the page's title.
         ids: whether the tokens are numbers, which need room between them.
         chosen: heads that the page must have.
         pairs: the pairs of a recall task.
+        budget: bytes of the numbers of heads.
         progress: is called with 1 for each head.
     """
     labels = typical_heads(lens)
     heads = list(dict.fromkeys([*chosen, *labels, *_spread(lens)]))
-    count, listed = _room(len(tokens), len(heads))
+    count, listed = _room(len(tokens), len(heads), budget)
     cursors = max(48, STORED // max(1, len(tokens)))
     packed: dict[Head, dict[str, Any]] = {}
     recall: dict[Head, float] = {}
@@ -73,17 +90,18 @@ def look_page(
     shown, size = [], 0
     for head in [head for head in heads if head in packed]:
         size += len(packed[head]["blob"])
-        if size <= BUDGET or not shown:
+        if size <= budget or not shown:
             shown.append(head)
     index = {head: i for i, head in enumerate(lens.heads)}
-    data: dict[str, Any] = {
+    return {
         "tokens": list(tokens), "ids": ids, "cursor": pairs[-1].asked if pairs else len(tokens) - 1,
         "view": "read" if pairs else "left",
         "documents": np.cumsum([0, *lens.documents[:-1]]).tolist(), "pairs": [asdict(pair) for pair in pairs],
         "heads": [_head(head) for head in lens.heads],
         "details": [{**packed[head], "head": index[head], "label": labels.get(head, "")} for head in shown],
+        "summary": _summary(lens, len(shown)),
+        "absent": " ".join(f"{place} is not shown: {reason}." for place, reason in lens.refused.items()),
     }  # fmt: skip
-    return _render(title, data, lens, len(shown))
 
 
 def typical_heads(lens: Lens) -> dict[Head, str]:
@@ -104,14 +122,14 @@ def _spread(lens: Lens) -> list[Head]:
     return [head for *_, head in sorted(order, key=lambda item: item[:2])]
 
 
-def _room(tokens: int, heads: int) -> tuple[int, int]:
+def _room(tokens: int, heads: int, budget: int) -> tuple[int, int]:
     """How many heads fit on a page, and how many tokens are listed for each token."""
     left = 2 * FROM_LEFT * max(48 * tokens, min(STORED, tokens * tokens))
 
     def fitting(listed: int) -> int:
         listed = min(listed, tokens)
         lists = FROM_LISTS * tokens * (3 * listed + 3 * math.ceil(listed / 2) + 12)
-        return int(BUDGET * 3 / 4 / (left + lists))  # base64 has 4 characters for 3 bytes
+        return int(budget * 3 / 4 / (left + lists))  # base64 has 4 characters for 3 bytes
 
     listed = next((k for k in LISTED if fitting(k) >= heads), LISTED[-1])
     return max(3, min(heads, fitting(listed))), min(listed, tokens)
@@ -155,17 +173,10 @@ def _pack(one: HeadLens, listed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _render(title: str, data: dict[str, Any], lens: Lens, shown: int) -> str:
-    script = (HERE / "look.js").read_text(encoding="utf-8")
+def _summary(lens: Lens, shown: int) -> str:
     layers = len({head.place for head in lens.heads})
     summary = (
-        f"{len(data['tokens']):,} tokens, {len(lens.heads)} heads in {layers} layers. Click a token or drag across the "
-        "text to move the cursor."
+        f"{len(lens.ids):,} tokens, {len(lens.heads)} heads in {layers} layers. Click a token or drag across the text "
+        "to move the cursor."
     )
-    if shown < len(lens.heads):
-        summary += f" The page has the numbers of {shown} heads."
-    absent = " ".join(f"{place} is not shown: {reason}." for place, reason in lens.refused.items())
-    return Template((HERE / "look.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title), summary=summary, absent=escape(absent), policy=policy([script]), script=script,
-        css=style("look"), data=data_of(data),
-    )  # fmt: skip
+    return summary + (f" The page has the numbers of {shown} heads." if shown < len(lens.heads) else "")
