@@ -58,7 +58,7 @@ class Case(NamedTuple):
     """A call of an op whose kernels are compiled, forward and backward."""
 
     op: str
-    mode: str  # none, scalar, gate_rank
+    mode: str  # none, scalar, vector, gate_rank
     key: int = 64
     value: int = 64
     dtype: torch.dtype = torch.bfloat16
@@ -69,8 +69,11 @@ class Case(NamedTuple):
 
 CASES = {
     f"linear, {mode}, {size}": Case("linear_attention", mode, size, size)
-    for mode, size in (("none", 64), ("scalar", 64), ("scalar", 128), ("gate_rank", 64), ("gate_rank", 128))
-}
+    for mode, size in (
+        ("none", 64), ("scalar", 64), ("scalar", 128), ("vector", 64), ("vector", 128), ("gate_rank", 64),
+        ("gate_rank", 128),
+    )
+}  # fmt: skip
 CASES |= {f"delta, {mode}, 64": Case("delta_rule", mode) for mode in ("scalar", "gate_rank")}
 CASES["koopman, 64"] = Case("koopman_attention", "none")
 CASES["linear, mamba2"] = Case("linear_attention", "scalar", 128, 64, heads=32, shared=1, shapes=((8, 2048),))
@@ -79,6 +82,7 @@ CASES["linear, mamba2"] = Case("linear_attention", "scalar", 128, 64, heads=32, 
 BYTES = {
     ("linear, none, 64", 16): (1.2, 1.7), ("linear, none, 64", 1): (1.7, 2.0),
     ("linear, scalar, 64", 16): (1.2, 1.7), ("linear, scalar, 64", 1): (1.7, 2.0),
+    ("linear, vector, 64", 16): (1.5, 2.3),
     ("linear, gate_rank, 64", 16): (1.2, 1.8), ("linear, gate_rank, 64", 1): (1.7, 2.2),
     ("delta, scalar, 64", 16): (1.9, 3.0), ("delta, gate_rank, 64", 16): (2.5, 3.5),
 }  # fmt: skip
@@ -100,7 +104,8 @@ def tensors_of(case: Case, batch: int, length: int) -> dict[str, Tensor | None]:
     if op == "gate_rank":
         tensors |= {"g_slow": leaf(*at, case.heads), "g_fast": leaf(*at, case.heads)}
     else:
-        tensors["g"] = leaf(*at, case.heads) if case.mode == "scalar" else None
+        channels = (case.key,) if case.mode == "vector" else ()
+        tensors["g"] = None if case.mode == "none" else leaf(*at, case.heads, *channels)
     if op != "linear_attention":
         tensors["beta"] = leaf(*at, case.heads) if case.op == "delta_rule" else None
     return tensors
@@ -145,8 +150,11 @@ def name_of(launch: Launch, case: str) -> str:
 
 
 def trips(launch: Launch) -> int:
-    """How many chunks a program of a walk passes, one after another; for a program of one chunk its blocks of rows."""
+    """How many chunks a program of a walk passes, one after another; for a program of one chunk its blocks of rows, or
+    the levels of its pairs of tokens."""
     given = launch.arguments
+    if "LEVELS" in given:
+        return given["LEVELS"] * (math.ceil(given["K"] / given["BK"]) if "reads" in given else 1)
     if "LENGTH" in given:
         return math.ceil(
             given["LENGTH"] / given["C"] if "entering" in given else given.get("K", 1) / given.get("BK", 1)
@@ -168,7 +176,7 @@ def row_of(launch: Launch, copy: float) -> tuple[Row, dict[str, Any]]:
     tensors = [x for x in launch.arguments.values() if isinstance(x, Tensor)]
     facts = {
         "products": "tt.dot" in text and any(x.dtype in NARROW for x in tensors),
-        "walk": "tt.dot" in text and trips(launch) > 1,
+        "walk": "tt.dot" in text and "LEVELS" not in launch.arguments and trips(launch) > 1,
         "timing": [round(x) for x in (cycles.cycles, cycles.issued, cycles.outside, cycles.outside_issued)],
         "moves": {name: sorted(kinds) for name, kinds in does.items() if kinds},
     }
@@ -321,7 +329,7 @@ def main() -> None:
         new = [name for name in now if name not in old] if part == "ops_today" and old else []
         complaints += more(now, old) + [f"{name}: misses its bytes now" for name in new]
         data[part] = least({name: row for name, row in now.items() if name not in new}, old)
-    data["fla"] = data["fla"] or offline_fla.rows(roofs["copy"])
+    data["fla"] = offline_fla.rows(roofs["copy"], data["fla"])
     write(data)
     offline_fla.write_choice(data)
     offline_page.write(data, ROOT)

@@ -466,7 +466,6 @@ def test_what_the_kernels_do_not_take():
     gate = torch.zeros(1, 3, 2, device=DEVICE)
     assert why_not(q, q, q, gate) is None
     for message, arguments in {
-        "one per channel": (q, q, q, q),
         "K = 8": (q[..., :8], q[..., :8], q),
         "V = 257": (q, q, q.new_zeros(1, 3, 2, 257)),
         "float64": (q.double(), q.double(), q.double()),

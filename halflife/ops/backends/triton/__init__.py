@@ -70,7 +70,7 @@ def _misfit(op: str, call: Call) -> str | None:
     gates = [x for name in ("beta", "g_slow", "g_fast", "g") if (x := call.get(name)) is not None]
     if (odd := not_plain(*matrices, *gates, *(call.state or ()))) is not None:
         return odd
-    if any(x.ndim != 3 for x in gates):
+    if op != "linear_attention" and any(x.ndim != 3 for x in gates):
         return f"the Triton kernels of {op} take one log-decay per head [B, T, H], not one per channel"
     wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
     if wrong:
@@ -103,14 +103,18 @@ def custom_op(name: str) -> Any:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
-    """Run a call with scalar decays: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
+    """Run a call of a walk over tokens: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
     load()
     q, k, v = [call[name] for name in ("q", "k", "v")]
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
-    beta, initial = call.get("beta"), call.first_state(torch.float32)
-    gates = [*([] if beta is None else [beta]), call.get("g_slow"), call.decay, initial]
-    kernels = torch.ops.halflife.triton_linear if beta is None else torch.ops.halflife.triton_delta
+    beta, decay, initial = call.get("beta"), call.decay, call.first_state(torch.float32)
+    if decay is not None and decay.ndim == 4:
+        kernels, gates = torch.ops.halflife.triton_vector, [decay, initial]
+    elif beta is None:
+        kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay, initial]
+    else:
+        kernels, gates = torch.ops.halflife.triton_delta, [beta, call.get("g_slow"), decay, initial]
     o, final, *_ = kernels(
         q, k, v, *[None if x is None else x.contiguous() for x in gates], call.packing.cu_seqlens,
         float(call.output_scale), call.chunk_size,

@@ -1,6 +1,6 @@
 """The kernels as differentiable ops of torch, which `torch.compile` and `torch.export` see as single nodes.
 
-Those of linear attention are in `linear.py`, and those of the delta rule in `delta/`.
+Those of linear attention are in `linear.py` and `vector/`, and those of the delta rule in `delta/`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton import interpreted, linear
 from halflife.ops.backends.triton.delta import host as delta
+from halflife.ops.backends.triton.vector import vector_host as vector
 
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
 
@@ -77,6 +78,21 @@ def _linear_backward(
     return _present(*linear.backward(q, k, v, g_slow, g_fast, initial, *rest))
 
 
+def _vector(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return vector.forward(q, k, v, g, initial, cu_seqlens, scale, chunk_size)
+
+
+def _vector_backward(
+    do: Tensor, dfinal: Tensor, entering: Tensor, carried: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
+    rest = (entering, carried, cu_seqlens, scale, chunk_size, do, dfinal)
+    return _present(*vector.backward(q, k, v, g, initial, *rest))
+
+
 def _delta(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
@@ -94,4 +110,5 @@ def _delta_backward(
 
 
 differentiable("triton_linear", 6, _linear, _linear_backward)
+differentiable("triton_vector", 5, _vector, _vector_backward)
 differentiable("triton_delta", 7, _delta, _delta_backward)

@@ -1,0 +1,61 @@
+"""Linear attention with a vector decay: what a walk over chunks reads, computed for all chunks at once."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from halflife.ops.backends.triton.gates import dot
+from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.vector.levels import clamped, is_second, level_pairs, level_sums, summed_decays, sums
+from halflife.ops.backends.triton.walks import load, store
+
+
+@triton.jit
+@no_type_check
+def prepare_kernel(
+    q, k, g, reads, writes, pairs, totals, table, scale, T, LENGTH, PER, H: tl.constexpr, SQ: tl.constexpr,
+    SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, K: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The decayed queries and keys of one chunk and head, their scores, and the sum of the chunk's log-decays.
+
+    `reads` are q with what is left of the entering state, times `scale`, and `writes` are k with what is left of them
+    after the chunk. `pairs [B·T, H, C]` are the scores of queries and the keys up to them, times `scale`.
+    """
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    h = tl.program_id(0) % H
+    segment = tl.program_id(0) // H // (LENGTH // C)
+    index = tl.program_id(0) // H % (LENGTH // C)
+    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
+    if index * C >= tokens:
+        return
+    cc = tl.arange(0, C)
+    inside = cc < tokens - index * C
+    token = first + index * C
+    row = (token * H + h) * K
+    total = totals + ((token // C + segment) * H + h) * K
+    upto = cc[None, :] <= cc[:, None]
+    after = cc[None, :] > cc[:, None]
+    same = cc[None, :] == cc[:, None]
+    found = tl.zeros([C, C], tl.float32)
+    for block in range(0, K, BK):
+        kk = block + tl.arange(0, BK)
+        qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
+        ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
+        gs = clamped(load(g + row, cc, kk, inside, H * K, K, BK))
+        tl.store(total + kk, tl.sum(gs, 0), mask=kk < K)
+        parts = summed_decays(gs, DTYPE)
+        store(
+            reads + row, qs.to(tl.float32) * tl.exp(sums(upto, parts, PRECISION)) * scale, cc, kk, inside, H * K, K, BK
+        )
+        store(writes + row, ks.to(tl.float32) * tl.exp(sums(after, parts, PRECISION)), cc, kk, inside, H * K, K, BK)
+        found += tl.where(same, tl.sum(qs.to(tl.float32) * ks.to(tl.float32), 1)[:, None], 0.0)
+        for level in range(LEVELS):
+            weight = tl.exp(sums(level_sums(cc, cc, level), parts, PRECISION))
+            rows = (tl.where(is_second(cc, level)[:, None], qs, ks).to(tl.float32) * weight).to(qs.dtype)
+            part = dot(rows, tl.trans(rows), tl.zeros([C, C], tl.float32), PRECISION)
+            found += tl.where(level_pairs(cc, cc, level) & upto, part, 0.0)
+    store(pairs + (token * H + h) * C, found * scale, cc, cc, inside, H * C, C, C)

@@ -1,0 +1,174 @@
+"""Linear attention with a vector decay: what launches its kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from halflife.ops.backends.triton.gates import precision_of
+from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.linear import rows_of
+from halflife.ops.backends.triton.segments import Segments, block, make_segments
+from halflife.ops.backends.triton.vector.prepare import prepare_kernel
+from halflife.ops.backends.triton.vector.vector_grads import grads_kernel
+from halflife.ops.backends.triton.vector.vector_walk import scan_kernel, walk_kernel
+from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
+
+
+class Tiles(NamedTuple):
+    """The sizes of the kernels' blocks."""
+
+    chunk: int  # tokens of a chunk
+    columns: int  # columns of the state in a walk, which has all rows
+    keys: int  # channels of queries and keys that a program of one chunk has at once
+    values: int  # channels of values that a step of the gradients has
+
+
+def tiles_of(key: int, value: int, dtype: torch.dtype, most: int) -> Tiles:
+    """The sizes of blocks for chunks of at most `most` tokens. Products of float32 use no tensor cores."""
+    if dtype == torch.float32:
+        return Tiles(block(most, 16), block(value, 32), block(key, 32), block(value, 32))
+    return Tiles(block(most, 32), block(value, 64 if key <= 64 else 32), block(key, 64), block(value, 64))
+
+
+class Operands(NamedTuple):
+    """What the kernels of one pass share: `reads`, `writes`, `pairs` and `totals` are results of `prepare.py`."""
+
+    reads: Tensor
+    writes: Tensor
+    v: Tensor
+    pairs: Tensor
+    totals: Tensor
+    segments: Segments
+    tiles: Tiles
+
+    @property
+    def heads(self) -> int:
+        return self.v.shape[2]
+
+    def places(self) -> tuple[Any, ...]:
+        s = self.segments
+        return self.v.shape[1], s.length, s.per_sequence, self.heads
+
+    def new_states(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Allocate states `[count, H, K, V]`."""
+        return self.v.new_empty(count, self.heads, self.reads.shape[3], self.v.shape[3], dtype=dtype)
+
+
+def _shared(q: Tensor, k: Tensor, heads: int) -> tuple[int, ...]:
+    """How many heads share a row of queries and of keys, and the strides of both."""
+    return *(heads // max(1, x.shape[2]) for x in (q, k)), *(s for x in (q, k) for s in (x.stride(1), x.stride(2)))
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int
+) -> Operands:
+    (batch, length, heads, value), key = v.shape, q.shape[3]
+    tiles = tiles_of(key, value, q.dtype, min(chunk_size, length))
+    chunk = tiles.chunk
+    segments = make_segments(batch, length, cu_seqlens, chunk, heads * triton.cdiv(value, 64))
+    slots = batch * length // chunk + segments.count
+    reads, writes = (q.new_empty(batch, length, heads, key) for _ in range(2))
+    pairs = q.new_empty(batch, length, heads, chunk)
+    totals = q.new_empty(slots, heads, key, dtype=torch.float32)
+    call = Operands(reads, writes, v, pairs, totals, segments, tiles)
+    if segments.count * heads:
+        launch(prepare_kernel, (segments.count * (segments.length // chunk) * heads,))(
+            q, k, g, reads, writes, pairs, totals, segments.table, scale, *call.places(), *_shared(q, k, heads), key,
+            chunk, chunk.bit_length() - 1, precision_of(q), tiles.keys, num_warps=2 if key <= 64 else 4,
+        )  # fmt: skip
+    return call
+
+
+def _walk(
+    call: Operands, *, entering: Tensor | None = None, out: Tensor | None = None, leaving: Tensor | None = None,
+    carried: Tensor | None = None, states: Tensor | None = None,
+) -> None:  # fmt: skip
+    _launch_walk(call, False, entering, out, leaving, carried, states)
+
+
+def _walk_back(
+    call: Operands, do: Tensor, *, entering: Tensor | None = None, out: Tensor | None = None,
+    leaving: Tensor | None = None, states: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The walk from the end, for gradients of states and of v."""
+    call = call._replace(reads=call.writes, writes=call.reads, v=do)
+    _launch_walk(call, True, entering, out, leaving, None, states)
+
+
+def _launch_walk(call: Operands, back: bool, *written: Tensor | None) -> None:
+    if call.segments.count * call.heads:
+        v, key, value = call.v, call.reads.shape[3], call.v.shape[3]
+        precision = precision_of(call.reads)
+        launch(walk_kernel, (call.heads * triton.cdiv(value, call.tiles.columns), call.segments.count))(
+            call.reads, call.writes, v, call.pairs, call.totals, *written, call.segments.table, *call.places(),
+            v.stride(1), v.stride(2), key, value, call.tiles.chunk, back, precision, block(key, 256),
+            call.tiles.columns, 1 if precision == "ieee" else 2, num_warps=4,
+        )  # fmt: skip
+
+
+def _scan(call: Operands, update: Tensor, carried: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """The states entering the segments, and the last ones of all sequences."""
+    entering, last = torch.empty_like(update), torch.empty_like(first)
+    (key, value), segments = update.shape[2:], call.segments
+    if first.shape[0] * call.heads:
+        launch(scan_kernel, (first.shape[0] * call.heads, triton.cdiv(key * value, 256)))(
+            update, carried, first, entering, last, segments.sequences, segments.per_sequence, call.heads, key, value,
+            back, 256, num_warps=2,
+        )  # fmt: skip
+    return entering, last
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the outputs, the final states, and of segments the entering states and their log-decays.
+
+    The last two are empty where each sequence is one segment, and else go to `backward`.
+    """
+    call = _prepare(rows_of(q), rows_of(k), rows_of(v), g, cu_seqlens, scale, chunk_size)
+    out, count = torch.empty(v.shape, dtype=v.dtype, device=v.device), call.segments.count
+    if call.segments.whole:
+        final = torch.empty_like(initial)
+        _walk(call, entering=initial, out=out, leaving=final)
+        return out, final, initial.new_empty(0), initial.new_empty(0)
+    update, carried = call.new_states(count), q.new_empty(count, call.heads, q.shape[3], dtype=torch.float32)
+    _walk(call, leaving=update, carried=carried)
+    entering, final = _scan(call, update, carried, initial, back=False)
+    _walk(call, entering=entering, out=out)
+    return out, final, entering, carried
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor, entering: Tensor, carried: Tensor,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, the log-decays and the initial states."""
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    call = _prepare(q, k, v, g, cu_seqlens, scale, chunk_size)
+    segments, heads, tiles, key = call.segments, call.heads, call.tiles, q.shape[3]
+    narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    states, after = (call.new_states(len(call.totals), narrow) for _ in range(2))
+    dq, dk, dv, dg = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(g)
+    if segments.whole:
+        dinitial = torch.empty_like(initial)
+        _walk(call, entering=initial, states=states)
+        _walk_back(call, do, entering=dfinal, out=dv, leaving=dinitial, states=after)
+    else:
+        update = call.new_states(segments.count)
+        _walk_back(call, do, leaving=update)
+        end, dinitial = _scan(call, update, carried, dfinal, back=True)
+        _walk(call, entering=entering, states=states)
+        _walk_back(call, do, entering=end, out=dv, states=after)
+    if segments.count * heads:
+        chunks = segments.count * (segments.length // tiles.chunk)
+        launch(grads_kernel, (chunks * heads * triton.cdiv(key, tiles.keys),))(
+            q, k, v, do, g, states, after, dq, dk, dg, segments.table, scale, *call.places(), *_shared(q, k, heads),
+            v.stride(1), v.stride(2), key, v.shape[3], tiles.chunk, tiles.chunk.bit_length() - 1, precision_of(q),
+            tiles.keys, tiles.values, num_warps=4,
+        )  # fmt: skip
+    return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dg, dinitial

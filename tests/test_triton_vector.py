@@ -1,0 +1,224 @@
+"""The Triton kernels of linear attention with a vector decay equal the float64 token loop, as in `test_triton.py`."""
+
+import sys
+
+import pytest
+import torch
+from helpers import assert_close, assert_raises, assert_same, call_of, cases, generator, leaves, with_grads
+from pairwise import crossed
+
+from halflife.ops import linear_attention
+from halflife.ops.backends import triton as kernels
+
+if sys.platform != "linux":
+    pytest.skip("triton has Linux wheels only", allow_module_level=True)
+
+from halflife.ops.backends.triton import segments
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The worst errors measured over this file's cases (interpreted), relative to the largest entry of a tensor. Four times
+# that is allowed. The interpreter cuts bfloat16 off.
+WORST = {torch.float32: 2.6e-7, torch.bfloat16: 1.4e-2, torch.float16: 6.1e-4}
+
+
+def inputs(length, *, batch=1, heads=1, groups=None, key=16, value=16, sequences=None, change=None):
+    """The arguments in float64; `change` changes the moderate log-decays in place."""
+    draw = generator("vector", length, batch, heads, key, value)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    g = -randn(batch, length, heads, key).exp() / 8
+    if change is not None:
+        change(g)
+    return {
+        "q": randn(batch, length, groups or heads, key), "k": randn(batch, length, groups or heads, key),
+        "v": randn(batch, length, heads, value), "g": g,
+        "initial_state": randn(sequences or batch, heads, key, value),
+    }  # fmt: skip
+
+
+def in_dtype(arguments, dtype):
+    return {name: x.to(dtype if name in "qkv" else torch.float32) for name, x in arguments.items()}
+
+
+def run(arguments, backend="triton", cu_seqlens=None, chunk_size=64):
+    """The outputs and gradients for these arguments."""
+    arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=DEVICE)
+    outputs = linear_attention(
+        **arguments, scale=0.3, output_final_state=True, cu_seqlens=bounds, backend=backend, chunk_size=chunk_size
+    )
+    return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
+
+
+def check(arguments, dtype=torch.float32, **options):
+    """Compare the kernels with the token loop, and return the kernels' results."""
+    arguments = in_dtype(arguments, dtype)
+    got = run(arguments, **options)
+    wide = {name: x.double() for name, x in arguments.items()}
+    assert got["state"].dtype == got["dg"].dtype == torch.float32
+    assert got["o"].dtype == got["dq"].dtype == dtype
+    assert_close(got, run(wide, "reference", cu_seqlens=options.get("cu_seqlens")), 4 * WORST[dtype])
+    return got
+
+
+@pytest.mark.parametrize("length", [1, 7, *(pytest.param(x, marks=pytest.mark.slow) for x in (32, 65))])
+def test_lengths(length):
+    check(inputs(length))
+
+
+def test_no_tokens():
+    arguments = in_dtype(inputs(0), torch.float32)
+    assert_same(run(arguments)["state"], arguments["initial_state"])
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 40), (torch.float16, 33)])
+def test_narrow_inputs(dtype, length):
+    """Chunks have 32 tokens here, and 16 in float32."""
+    check(inputs(length, key=24, value=32), dtype)
+
+
+def test_narrow_log_decays():
+    arguments = {name: x.to(torch.bfloat16) for name, x in inputs(20).items()}
+    arguments["initial_state"] = arguments["initial_state"].float()
+    got = run(arguments)
+    assert got["dg"].dtype == torch.bfloat16
+    wide = {name: x.double() for name, x in arguments.items()}
+    assert_close(got, run(wide, "reference"), 4 * WORST[torch.bfloat16])
+
+
+@pytest.mark.parametrize(("key", "value"), [(40, 17), pytest.param(16, 80, marks=pytest.mark.slow)])
+def test_head_sizes(key, value):
+    """Sizes that are padded within a block, or fill more than one."""
+    check(inputs(17, key=key, value=value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("key", "value"), [(256, 80), (80, 256), (96, 96)])
+@pytest.mark.parametrize("dtype", WORST)
+def test_large_heads(key, value, dtype):
+    check(inputs(40, key=key, value=value), dtype)
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_groups(groups):
+    """Heads that share queries and keys, in a batch."""
+    check(inputs(9, batch=2, heads=2, groups=groups), chunk_size=8)
+
+
+@pytest.mark.parametrize("bounds", [(0, 5, 5, 24, 24), (0, 0, 0)])
+def test_packed(bounds):
+    """A boundary inside a chunk, and empty sequences."""
+    check(inputs(bounds[-1], sequences=len(bounds) - 1), cu_seqlens=bounds)
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """Segments of one chunk, which are joined by a scan."""
+    monkeypatch.setattr(segments, "LEAST_CHUNKS", 1)
+
+
+@pytest.mark.parametrize("bounds", [pytest.param(None, marks=pytest.mark.slow), (0, 5, 5, 38, 38)])
+def test_segments(short_segments, bounds):
+    check(inputs(38, sequences=4 if bounds else 1), cu_seqlens=bounds)
+
+
+@pytest.mark.slow
+@crossed(dtype=[torch.bfloat16, torch.float16], bounds=[None, (0, 40, 70)])
+def test_segments_of_narrow_inputs(short_segments, dtype, bounds):
+    batch = 1 if bounds else 2
+    check(inputs(70, batch=batch, heads=2, sequences=2), dtype, cu_seqlens=bounds)
+
+
+def everywhere(value):
+    return lambda g: g.fill_(value)
+
+
+def some(value):
+    def change(g):
+        g[:, ::7, :, ::2] = value
+
+    return change
+
+
+def slow_after_resets(g):
+    """Log-decays of −0.01, which float32 would lose in a sum of −2,000, after full resets."""
+    g[:, :20] = -1000
+    g[:, 20:] = -0.01
+
+
+DECAYS = {
+    **{str(g): everywhere(g) for g in (0.0, -1e-6, -20.0, -torch.inf)},
+    **{f"some {g}": some(g) for g in (-1000.0, -torch.inf)},
+    "slow after resets": slow_after_resets,
+}
+
+
+FAST = ("-20.0", "some -inf", "slow after resets")
+
+
+@pytest.mark.parametrize(
+    "decay", [*FAST, *(pytest.param(x, marks=pytest.mark.slow) for x in sorted(DECAYS.keys() - set(FAST)))]
+)
+def test_decays(decay):
+    check(inputs(33, change=DECAYS[decay]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", DECAYS)
+def test_decays_of_narrow_inputs(decay):
+    check(inputs(70, change=DECAYS[decay]), torch.bfloat16)
+
+
+def test_a_full_reset_has_no_gradient():
+    arguments = in_dtype(inputs(20, change=some(-torch.inf)), torch.float32)
+    gradient = run(arguments)["dg"]
+    assert gradient[arguments["g"].isinf()].count_nonzero() == 0
+    assert gradient[arguments["g"] > -1].any()
+
+
+def test_no_decay_is_that_of_the_scalar_kernels():
+    arguments = in_dtype(inputs(20, change=everywhere(0.0)), torch.float32)
+    got = run(arguments)
+    plain = run({name: x for name, x in arguments.items() if name != "g"})
+    assert_close({name: got[name] for name in plain}, plain, 4 * WORST[torch.float32])
+
+
+def test_nothing_flows_backwards():
+    """Other tokens and decays after t change no bit of the outputs up to t."""
+    arguments = in_dtype(inputs(20), torch.float32)
+    changed = {name: x.clone() for name, x in arguments.items()}
+    for name in "qkvg":
+        changed[name][:, 13:] = -1000 if name == "g" else 1 - changed[name][:, 13:]
+    assert_same(run(changed)["o"][:, :13], run(arguments)["o"][:, :13])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 5]])
+def test_ops_are_registered_right(cu_seqlens):
+    """Schemas, gradients and fake tensors, by torch's own check; `torch.compile` and `torch.export` rely on them."""
+    kernels.load()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = in_dtype(inputs(5, sequences=2 if cu_seqlens else None), torch.float32)
+    tensors = [x.to(DEVICE) for x in arguments.values()]
+    given = (*tensors, torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None, 0.3, 64)
+    kept = torch.ops.halflife.triton_vector(*given)[2:]
+    backward = (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *kept, *given)
+    torch.library.opcheck(torch.ops.halflife.triton_vector_backward.default, backward, test_utils=checks)
+    given = tuple(x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
+    torch.library.opcheck(torch.ops.halflife.triton_vector.default, given, test_utils=checks)
+
+
+def test_second_derivatives_say_what_has_them():
+    arguments = leaves(in_dtype(inputs(5), torch.float32))
+    o, _ = linear_attention(**{name: x.to(DEVICE) for name, x in arguments.items()}, backend="triton")
+    assert_raises(RuntimeError, "reference", torch.autograd.grad, o.sum(), arguments["q"], create_graph=True)
+
+
+@cases("op, fits", ("linear_attention", True), ("delta_rule", False))
+def test_which_ops_take_a_vector_decay(op, fits):
+    x = torch.zeros(1, 3, 2, 16, device=DEVICE)
+    tensors = {"q": x, "k": x, "v": x, "g": x} | ({} if fits else {"beta": x[..., 0]})
+    reason = kernels.why_not(op, x.device, call_of(op, tensors))
+    assert reason is None if fits else "one per channel" in reason
