@@ -144,8 +144,8 @@ def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
         with mock.patch.object(cast, "active", False):
             yield
 
-    def product_dtype(x: Tensor) -> torch.dtype:
-        return torch.bfloat16 if cast is not None and cast.active else x.dtype
+    def autocast_dtype(device: torch.device) -> torch.dtype | None:
+        return torch.bfloat16 if cast is not None and cast.active else None
 
     def on_cuda(op: str, backend: str, device: torch.device, call: Any = None) -> Callable[..., Any]:
         return choose(op, backend, torch.device("cuda"), call)
@@ -157,8 +157,8 @@ def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
         for module in [m for name, m in sys.modules.items() if name.startswith("halflife")]:
             if cast is not None and "without_autocast" in vars(module):
                 stack.enter_context(mock.patch.object(module, "without_autocast", without_autocast))
-            if cast is not None and "product_dtype" in vars(module):
-                stack.enter_context(mock.patch.object(module, "product_dtype", product_dtype))
+            if cast is not None and "autocast_dtype" in vars(module):
+                stack.enter_context(mock.patch.object(module, "autocast_dtype", autocast_dtype))
         stack.enter_context(mock.patch.object(dispatch, "choose", on_cuda))
         stack.enter_context(mock.patch.object(dispatch, "step_of", step_on_cuda))
         stack.enter_context(mock.patch.object(dispatch, "SMALLEST_PASS", 0))

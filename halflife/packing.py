@@ -20,7 +20,7 @@ class Packing:
         batch, length: B and T.
         cu_seqlens: boundaries `[N + 1]` of packed sequences, from 0 to T, or None for rows.
         num_sequences: N, which is B for rows.
-        kept: what all layers share of sequences that start here, such as positions: computed by the first layer.
+        kept: what layers share, such as positions: computed by the first layer.
     """
 
     def __init__(self, batch: int, length: int, cu_seqlens: Tensor | None = None) -> None:
@@ -101,9 +101,7 @@ class Packing:
 
     def lengths(self, device: torch.device) -> Tensor:
         """The number of tokens of each sequence: `[N]`."""
-        if self.cu_seqlens is None:
-            return torch.full((self.batch,), self.length, device=device)
-        return self.cu_seqlens.diff()
+        return self.ends(None, device)
 
     @property
     def sequence(self) -> Tensor:
@@ -119,17 +117,33 @@ class Packing:
 
         They continue from `start [N]`, the number of tokens that each sequence has seen (None: 0).
         """
-        if start is None and device in self.kept:
-            return self.kept[device]
+        known = self.kept.get(device)
+        if known is not None and known[0] is start:
+            return known[1]
         count = torch.arange(1, self.length + 1, device=device)
         if self.cu_seqlens is not None:
             offset = -self.cu_seqlens[:-1] if start is None else start - self.cu_seqlens[:-1]
             count = (count + offset[self.sequence]).unsqueeze(0)
         elif start is not None:
             count = count + start.unsqueeze(1)
-        if start is None:
-            self.kept[device] = count
+        self.kept[device] = start, count
         return count
+
+    def ends(self, start: Tensor | None, device: torch.device) -> Tensor:
+        """The number of tokens `[N]` that each sequence has seen after these, where it had seen `start [N]` before.
+
+        Layers with one tensor `start` get one tensor, so that they go on sharing.
+        """
+        known = self.kept.get("ends")
+        if known is not None and known[0] is start and known[1].device == device:
+            return known[1]
+        if self.cu_seqlens is None:
+            ends = torch.full((self.batch,), self.length, device=device)
+        else:
+            ends = self.cu_seqlens.diff()
+        ends = ends if start is None else ends + start
+        self.kept["ends"] = start, ends
+        return ends
 
     def delay(self, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the entry before each entry of `x [B, T, …]`, and the last entry of each sequence `[N, …]`.

@@ -75,10 +75,16 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype to which autocast rounds what products on `device` take, or None without autocast."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a product takes x: that of autocast on x's device, or its own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device) or x.dtype
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 import copy
 import queue
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from halflife.layers.ska import SKA
 from halflife.models import PRESETS
 from halflife.ops import linear as linear_module
 from halflife.ops.backends.native import build, products
-from halflife.ops.linear import fast_linears
+from halflife.ops.linear import cast_weights, fast_linears
 from halflife.serve.engine import Engine
 from halflife.serve.jobs import Done, Failed, Job, Settings
 
@@ -239,3 +240,51 @@ def test_a_model_draws_itself_again(name):
         if key.endswith("mixer.out_proj.weight"):
             mixer = model.get_submodule(key.removesuffix(".out_proj.weight"))
             assert isinstance(mixer, (RWKV7, SKA)) == (not x.any())
+
+
+@pytest.mark.parametrize("name", ["mamba2", "rwkv7", "llama"])
+def test_weights_cast_together_are_those_of_autocast(name):
+    """Outputs and gradients agree to the bit, also of a frozen weight, and parameters return after an error."""
+    model, ids = LanguageModel(preset(name, **SIZES)), torch.randint(40, (2, 40))
+    frozen = maps(model)[0].weight.requires_grad_(False)
+    held = [module.weight for module in maps(model)]
+
+    def run(context):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16), context:
+            logits = model(ids)[0]
+            narrow = {module.weight.dtype for module in maps(model)}
+            assert [type(module) for module in maps(model)] == [nn.Linear] * len(held)
+        logits.float().square().mean().backward()
+        return narrow, [logits, *[x.grad for x in model.parameters() if x is not frozen]]
+
+    plain, together = run(nullcontext()), run(cast_weights(model, ids))
+    assert (plain[0], together[0]) == ({torch.float32}, {torch.bfloat16})
+    for first, second in zip(plain[1], together[1], strict=True):
+        assert_same(first, second)
+    with pytest.raises(KeyError), torch.autocast("cpu", torch.bfloat16), cast_weights(model, ids):
+        raise KeyError
+    assert all(module.weight is weight for module, weight in zip(maps(model), held, strict=True))
+    assert frozen.grad is None
+
+
+def test_weights_that_are_not_cast():
+    """Without autocast, in another dtype, or of a subclass, a map keeps its weight."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()), torch.ones(2)
+    with cast_weights(model, x):
+        assert model[0].weight.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16), cast_weights(model, x):
+        assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.bfloat16, torch.float64)
+    model = type("Quantised", (nn.Linear,), {})(4, 4)
+    with torch.autocast("cpu", torch.bfloat16), cast_weights(model, x):
+        assert model.weight.dtype == torch.float32
+
+
+def test_second_derivatives_of_cast_weights():
+    model, x, found = nn.Linear(4, 1, bias=False), torch.randn(3, 4), []
+    for context in (nullcontext(), cast_weights(model, x)):
+        with torch.autocast("cpu", torch.bfloat16), context:
+            y = model(x).square().sum()
+        (first,) = torch.autograd.grad(y, model.weight, create_graph=True)
+        found.append(torch.autograd.grad(first.sum(), model.weight)[0])
+    assert_same(*found)

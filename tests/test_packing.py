@@ -41,6 +41,12 @@ def test_rows():
     assert packing.positions(None, BOUNDS.device).tolist() == [1, 2, 3]
     assert packing.positions(torch.tensor([4, 0]), BOUNDS.device).tolist() == [[5, 6, 7], [1, 2, 3]]
     assert packing.positions(None, BOUNDS.device) is packing.positions(None, BOUNDS.device)
+    start = torch.tensor([4, 0])
+    assert packing.ends(None, BOUNDS.device).tolist() == [3, 3]
+    assert packing.ends(start, BOUNDS.device).tolist() == [7, 3]
+    for of in (packing.positions, packing.ends):  # shared by layers with the same start, and by no others
+        assert of(start, BOUNDS.device) is of(start, BOUNDS.device)
+        assert of(start + 1, BOUNDS.device).tolist() == (of(start, BOUNDS.device) + 1).tolist()
     before, last = packing.delay(torch.arange(1.0, 7).view(2, 3, 1), None)
     assert (before.flatten().tolist(), last.flatten().tolist()) == ([0, 1, 2, 0, 4, 5], [3, 6])
     assert packing.repeated(3).length == 9

@@ -100,7 +100,7 @@ class Attention(Mixer):
         v = v.unflatten(-1, (-1, self.head_dim))
         if self.position == "rope":
             position = packing.positions(state.get("position"), x.device)
-            q, k = self._rotated(q, k, position, None if state else packing.kept)
+            q, k = self._rotated(q, k, position, packing.kept)
         tokens = self.cached(x, k, v)
         if not state and packing.cu_seqlens is None and self.window is None and self.max_length is None:
             cache, o = tokens, self.attend(q, tokens, None, None)

@@ -121,8 +121,7 @@ class Mixer(nn.Module):
                 held = part.numel() * part.itemsize  # not `nbytes`, which torch.compile cannot read of any length
                 if part.untyped_storage().size() != held:  # a view, such as the last token of all activations
                     new[name] = part.clone(memory_format=torch.contiguous_format)
-        position = packing.lengths(x.device)
-        return y, {"position": position + state["position"] if state else position, **new}
+        return y, {"position": packing.ends(state.get("position"), x.device), **new}
 
     @classmethod
     def complete(cls, options: dict[str, Any]) -> dict[str, Any]:

@@ -272,14 +272,14 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once.
 
-    `kept` remembers them for other layers at the same positions (`Packing.kept`).
+    `kept` remembers them for other layers with the same tensor of positions (`Packing.kept`).
     """
     half, kept = q.shape[-1] // 2, {} if kept is None else kept
     key = ("rotary", base, half, compute_dtype(q), q.device)
-    if key not in kept:
+    if key not in kept or kept[key][0] is not position:
         angle = angles(position, base, spread(half, half, q.device), compute_dtype(q))
-        kept[key] = angle.cos(), angle.sin()
-    cos, sin = kept[key]
+        kept[key] = position, angle.cos(), angle.sin()
+    _, cos, sin = kept[key]
     return fused.rotate(q, cos, sin, backend), fused.rotate(k, cos, sin, backend)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,13 @@ from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, set_backend
 from halflife.layers.tpe import Toeplitz
 from halflife.models.config import ModelConfig
 from halflife.models.loss import logits_of
+from halflife.ops.linear import cast_weights
 from halflife.packing import Packing
 from halflife.registry import taken
 
 ModelState = tuple[State, ...]
+
+_AS_THEY_ARE = nullcontext()
 
 
 class Block(nn.Module):
@@ -55,20 +59,21 @@ class Block(nn.Module):
                 set_backend(part, backend)
 
     def forward(self, x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
-        if shared:  # earlier layers may be on another device
-            for name in shared:
-                shared[name] = shared[name].to(x.device)
-        y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
-        x = x + y
-        if self.beside is not None:
-            y, after = self.beside(x, _part(state, "beside"), packing, shared=shared)
-            x, new = x + y, {**new, **{f"beside.{name}": part for name, part in after.items()}}
-        if self.mlp is None or self.mlp_norm is None:
-            return x, new
-        if not isinstance(self.mlp, Mixer):
-            return x + (self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))), new
-        y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
-        return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+        with _AS_THEY_ARE if x.is_cpu or torch.compiler.is_compiling() else cast_weights(self, x):
+            if shared:  # earlier layers may be on another device
+                for name in shared:
+                    shared[name] = shared[name].to(x.device)
+            y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
+            x = x + y
+            if self.beside is not None:
+                y, after = self.beside(x, _part(state, "beside"), packing, shared=shared)
+                x, new = x + y, {**new, **{f"beside.{name}": part for name, part in after.items()}}
+            if self.mlp is None or self.mlp_norm is None:
+                return x, new
+            if not isinstance(self.mlp, Mixer):
+                return x + (self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))), new
+            y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
+            return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
 
     def _normed(self, mixer: Mixer, norm: nn.Module, x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, State]:
         """Run a mixer with a norm before or after it."""

@@ -1,11 +1,12 @@
-"""Linear maps by oneDNN, for the time of a block, where it is faster on this CPU than torch's own product.
+"""Linear maps, for the time of a block: by oneDNN on a CPU, and with weights that autocast need not cast on a GPU.
 
-A build of the native kernels measures that (`backends.native.products`). Without a build nothing changes.
+oneDNN runs where it is faster than torch's own product. A build of the native kernels measures that
+(`backends.native.products`). Without a build nothing changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import MethodType
@@ -20,6 +21,7 @@ from halflife.ops.arguments import is_transformed
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build
 from halflife.ops.backends.native.products import by_onednn
+from halflife.precision import autocast_dtype
 
 FEWEST_ROWS = 32  # oneDNN rearranges the weights at every call, which does not pay for fewer rows
 
@@ -39,6 +41,59 @@ def fast_linears(model: nn.Module) -> Iterator[None]:
     finally:
         for module in swapped:
             vars(module).pop("forward", None)
+
+
+@contextmanager
+def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
+    """Inside this block, the linear maps of `model` have weights in autocast's dtype on the device of `x`.
+
+    One launch casts all of them, and in the backward pass one casts their gradients, where autocast has two for each.
+    As in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are.
+    """
+    dtype = autocast_dtype(x.device)
+    held = [
+        (module._parameters, name, weight)
+        for module in model.modules()
+        if type(module) is nn.Linear
+        for name, weight in module._parameters.items()
+        if type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device == x.device
+    ]
+    if dtype is None or not held or is_transformed():
+        yield
+        return
+    copies = _Cast.apply(dtype, *[weight for *_, weight in held])
+    try:
+        for (parameters, name, _), copy in zip(held, copies, strict=True):
+            parameters[name] = copy
+        yield
+    finally:
+        for parameters, name, weight in held:
+            parameters[name] = weight
+
+
+class _Cast(torch.autograd.Function):
+    """Copies of float32 tensors in a narrower dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        copies = _copies(tensors, dtype)
+        ctx.mark_non_differentiable(*[y for x, y in zip(tensors, copies, strict=True) if not x.requires_grad])
+        ctx.set_materialize_grads(False)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # under create_graph=True
+            return None, *[None if d is None else d.float() for d in grads]
+        wide = iter(_copies([d for d in grads if d is not None], torch.float32))
+        return None, *[None if d is None else next(wide) for d in grads]
+
+
+def _copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    if copies:
+        torch._foreach_copy_(copies, tensors)  # pyright: ignore[reportPrivateImportUsage]
+    return copies
 
 
 def is_fast(module: nn.Module) -> bool:
