@@ -58,6 +58,13 @@ def _norm(op: str, channels: int, *settings: Any, heads: int | None = None, gate
     return [getattr(fused, op)(first, *gates, *weights, *settings, **skip)]
 
 
+def _added(channels: int) -> tuple[Tensor, Tensor]:
+    from halflife.ops import fused
+
+    stream, branch = leaf(BATCH, LENGTH, channels, dtype=torch.float32), leaf(BATCH, LENGTH, channels)
+    return fused.add_rms_norm(stream, branch, weight(channels), 1e-5)
+
+
 def _swiglu(channels: int) -> list[Tensor]:
     from halflife.ops import fused
 
@@ -88,6 +95,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _conv(2304, 4),
     "packed": lambda: _conv(2304, 4, packed=True, initial_state=leaf(BATCH, 2304, 3)),
     "rms_norm 1024": lambda: _norm("rms_norm", 1024, 1e-5, gate=False),
+    "add_rms_norm 1024": lambda: _added(1024),
     "rms_norm 8192": lambda: _norm("rms_norm", 8192, 1e-5, gate=False),
     "rms_norm_of_gated 2048": lambda: _norm("rms_norm_of_gated", 2048, 1, 1e-5, skip=True),
     "rms_norm_of_gated 8192": lambda: _norm("rms_norm_of_gated", 8192, 1, 1e-5, skip=True),

@@ -129,6 +129,21 @@ def test_passes(name, dtype, shape):
     check_pass(name, shape, dtype)
 
 
+@crossed(strength=1, dtype=DTYPES, wide=[True, False], shape=[(2, 3, 24), (1, 5, 99), (1, 0, 24)], used=["both", 0, 1])
+def test_sum_with_its_norm(dtype, wide, shape, used):
+    """Of a residual stream in float32 or in the dtype of the branch, both results used, or one of them."""
+    draw = generator(shape)
+    tensors = {
+        name: torch.randn(size, generator=draw) for name, size in {"x": shape, "y": shape, "w": shape[2:]}.items()
+    }
+
+    def run(backend, x, y, w):
+        both = fused.add_rms_norm(strided(x), strided(y), w, 1e-5, backend)
+        return both if used == "both" else [both[used]]
+
+    check(run, tensors, dtype, wide=("w", "x") if wide else ("w",))
+
+
 @pytest.mark.parametrize("name", ["gated groups with skip", "heads", "swiglu", "scaled heads"])
 @pytest.mark.parametrize("shape", [(1, 0, 24), pytest.param((1, 40, 1536), marks=pytest.mark.slow)], ids=str)
 def test_sizes_of_passes(name, shape, monkeypatch):
@@ -199,6 +214,7 @@ X, WEIGHT = torch.randn(2, 3, 4), torch.randn(4, 3)
 GIVEN = {
     "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True),
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),
+    "add_norm": (X, X.bfloat16(), WEIGHT[:, 0].contiguous(), 1e-5, None),
     "swiglu": (X, X + 1),
     "scale_heads": (X, torch.randn(2, 3, 2)),
     "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32),

@@ -23,14 +23,20 @@ class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` over the last axis."""
 
     pass_backend = "auto"  # see `set_backend`
+    adds = True  # whether it takes the sum of two
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        """The norm of x, or `x + y` and its norm."""
         assert self.eps is not None
+        if y is not None:
+            return fused.add_rms_norm(x, y, self.weight, self.eps, self.pass_backend)
         return fused.rms_norm(x, self.weight, self.eps, self.pass_backend)
 
 
 class PlusOneRMSNorm(RMSNorm):
     """`RMSNorm(x) ⊙ (1 + w)` over the last axis, the norm of Qwen3.5. w starts at 0."""
+
+    adds = False
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)

@@ -64,6 +64,9 @@ class Block(nn.Module):
                 for name in shared:
                     shared[name] = shared[name].to(x.device)
             y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
+            if not x.is_cpu and self.beside is None and self._adds_in_norm():
+                x, normed = self.mlp_norm(x, y)
+                return x + self.mlp(normed), new
             x = x + y
             if self.beside is not None:
                 y, after = self.beside(x, _part(state, "beside"), packing, shared=shared)
@@ -74,6 +77,10 @@ class Block(nn.Module):
                 return x + (self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))), new
             y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
             return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+
+    def _adds_in_norm(self) -> bool:
+        """Whether the norm before the MLP also adds, in one pass over memory on a GPU."""
+        return not self.norms_after and getattr(self.mlp_norm, "adds", False) and not isinstance(self.mlp, Mixer)
 
     def _normed(self, mixer: Mixer, norm: nn.Module, x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, State]:
         """Run a mixer with a norm before or after it."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import implements, run_pass
 from halflife.ops.spec import define
-from halflife.precision import compute_dtype, product_dtype
+from halflife.precision import autocast_dtype, compute_dtype, product_dtype
 
 MIXTURES = 6  # of a Triton kernel, all in one program
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
@@ -70,6 +70,25 @@ _pass("rms_norm", _rms_norm, _native_rms_norm, 1, None)
 @implements("rms_norm", "triton", why_not=_why_not_triton)
 def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return triton.custom_op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps, product_dtype(x))
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """`x + y` and its `rms_norm`, for a residual stream and a branch `x, y [..., D]`."""
+    return run_pass("add_rms_norm", backend, (x, y, weight), eps)
+
+
+def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return (z := x + y), _rms_norm(z, weight, eps)
+
+
+def _triton_add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return triton.custom_op("add_norm")(x, y, weight, eps, autocast_dtype(x.device))
+
+
+define("add_rms_norm", x="... D", y="... D", weight="D", settings={"eps": 1e-5})
+for _backend in ("chunked", "reference"):
+    implements("add_rms_norm", _backend, _add_rms_norm, traceable=True)
+implements("add_rms_norm", "triton", _triton_add_rms_norm, why_not=_why_not_triton)
 
 
 def rms_norm_of_gated(

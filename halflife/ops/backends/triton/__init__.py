@@ -108,10 +108,12 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = [call[name] for name in ("q", "k", "v")]
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
-    beta, decay, initial = call.get("beta"), call.decay, call.first_state(torch.float32)
+    beta, decay = call.get("beta"), call.decay
+    linear = beta is None and (decay is None or decay.ndim == 3)  # whose kernels need no states that are zeros
+    initial = None if call.state is None and linear else call.first_state(torch.float32)
     if decay is not None and decay.ndim == 4:
         kernels, gates = torch.ops.halflife.triton_vector, [decay, initial]
-    elif beta is None:
+    elif linear:
         kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay, initial]
     else:
         kernels, gates = torch.ops.halflife.triton_delta, [beta, call.get("g_slow"), decay, initial]

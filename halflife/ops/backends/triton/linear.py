@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.gates import GATE_RANK, NONE, Gates, mode_of, precision_of
 from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.segments import (
     Segments,
     Settings,
@@ -20,7 +21,7 @@ from halflife.ops.backends.triton.segments import (
 )
 from halflife.ops.backends.triton.sums import COUNTS, sums_kernel
 from halflife.ops.backends.triton.walks import grads_kernel, walk_kernel
-from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
+from halflife.ops.chunked.groups import grads_of_heads
 
 
 class Operands(NamedTuple):
@@ -126,12 +127,14 @@ def _launch_walk(call: Operands, back: bool, *written: Tensor | None) -> None:
         )
 
 
-def _scan(call: Operands, update: Tensor, carried: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """The states entering the segments, and the last ones of all sequences."""
-    entering, last = torch.empty_like(update), torch.empty_like(first)
+def _scan(
+    call: Operands, update: Tensor, carried: Tensor, first: Tensor | None, back: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The states entering the segments, and the last ones of all sequences; no `first` ones are zeros."""
+    entering, last = torch.empty_like(update), call.new_states(call.segments.num_sequences)
     size, segments = call.q.shape[3] * call.v.shape[3], call.segments
-    if first.shape[0] * call.heads:
-        launch(scan_kernel, (first.shape[0] * call.heads, triton.cdiv(size, 256)))(
+    if last.numel():
+        launch(scan_kernel, (len(last) * call.heads, triton.cdiv(size, 256)))(
             update, carried, first, entering, last, segments.sequences, segments.per_sequence, call.heads, size,
             call.mode, back, 256, num_warps=2,
         )  # fmt: skip
@@ -139,19 +142,19 @@ def _scan(call: Operands, update: Tensor, carried: Tensor, first: Tensor, back: 
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
-    cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs, the final states, and of segments the entering states and the factors of passing states.
 
-    The last two are empty where each sequence is one segment, and else go to `backward`.
+    No initial states are zeros. The last two are empty where each sequence is one segment, and else go to `backward`.
     """
     call = _call(q, k, v, g_slow, g_fast, cu_seqlens, scale, chunk_size, back=False)
     out, count = torch.empty(v.shape, dtype=v.dtype, device=v.device), call.segments.count
     if call.segments.whole:
-        final = torch.empty_like(initial)
+        final = call.new_states(call.segments.num_sequences)
         _walk(call, entering=initial, out=out, leaving=final)
-        return out, final, initial.new_empty(0), initial.new_empty(0)
+        return out, final, final.new_empty(0), final.new_empty(0)
     update, carried = call.new_states(count), q.new_empty(count, call.heads, 3, dtype=torch.float32)
     _walk(call, leaving=update, carried=carried)
     entering, final = _scan(call, update, carried, initial, back=False)
@@ -160,17 +163,18 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor, entering: Tensor,
-    carried: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, both log-decays and the initial states."""
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor | None,
+    entering: Tensor, carried: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, both log-decays and the initial states. No `dfinal` is zeros."""
     call = _call(q, k, v, g_slow, g_fast, cu_seqlens, scale, chunk_size, back=True)
     segments, heads, tiles = call.segments, call.heads, call.grads
     narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     states = call.new_states(v.shape[0] * v.shape[1] // tiles.chunk + segments.count, narrow)
     _walk(call, entering=initial if segments.whole else entering, states=states)
     if segments.whole:
-        after, before = dfinal, torch.empty_like(initial)
+        after, before = dfinal, None if initial is None else torch.empty_like(initial)
         dinitial = before
     else:
         update = call.new_states(segments.count)
@@ -185,8 +189,7 @@ def backward(
             *call.tail(), **call.constants(tiles),
         )  # fmt: skip
         _walk_back(call, do, entering=after, out=dv)
-    dg_slow, dg_fast = (
-        None if g is None or dg is None else (dg[0] if parts == 1 else dg.sum(0)).to(g.dtype)
-        for g, dg in zip(call.gates, (dg_slow, dg_fast), strict=True)
-    )
-    return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dg_slow, dg_fast, dinitial
+    size, tokens = q.shape[3], v.shape[0] * v.shape[1] * heads
+    given = (dq, q, size), (dk, k, size), (dg_slow, g_slow, tokens), (dg_fast, g_fast, tokens)
+    dq, dk, dg_slow, dg_fast = sums_of_parts(*given)
+    return dq, dk, dv, dg_slow, dg_fast, dinitial

@@ -32,11 +32,14 @@ def declare(name: str, host: Callable[..., Any]) -> Any:
     return op
 
 
-def differentiable(name: str, count: int, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+def differentiable(
+    name: str, count: int, forward: Callable[..., Any], backward: Callable[..., Any], reads_final: bool = True
+) -> None:
     """Declare the op `name(*tensors, *settings) → (o, final, *kept)` and its gradient.
 
-    The first `count` arguments are the tensors that have gradients. `kept` are what the backward pass reads beside
-    them. It is `name_backward(do, dfinal, *kept, *tensors, *settings) → gradients`, with an empty tensor for None.
+    The first `count` arguments are the tensors that have gradients, from q, k and v to the initial states. `kept` are
+    what the backward pass reads beside them. It is `name_backward(do, dfinal, *kept, *tensors, *settings) → gradients`,
+    with an empty tensor for None. Where it `reads_final`, it gets zeros for final states that have no gradient.
     """
     kernels, gradients = declare(name, forward), declare(f"{name}_backward", backward)
 
@@ -44,13 +47,18 @@ def differentiable(name: str, count: int, forward: Callable[..., Any], backward:
         *tensors, ctx.scale, ctx.chunk_size = inputs  # the last tensor is cu_seqlens
         ctx.save_for_backward(*output[2:], *tensors)
         ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # a training step does not use the final state
 
-    def grad(ctx: Any, do: Tensor, dfinal: Tensor, *_: Any) -> tuple[Any, ...]:
+    def grad(ctx: Any, do: Tensor | None, dfinal: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
             raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
         saved = ctx.saved_tensors
-        found = gradients(do.contiguous(), dfinal.contiguous(), *saved, ctx.scale, ctx.chunk_size)
         tensors = saved[-count - 1 : -1]
+        if dfinal is None and reads_final:
+            dfinal = torch.zeros_like(tensors[-1])
+        do = torch.zeros_like(tensors[2]) if do is None else do.contiguous()
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        found = gradients(do, dfinal, *saved, ctx.scale, ctx.chunk_size)
         return *[None if x is None else d for x, d in zip(tensors, found, strict=True)], None, None, None
 
     kernels.register_autograd(grad, setup_context=save)
@@ -63,15 +71,15 @@ def _present(*grads: Tensor | None) -> list[Tensor]:
 
 
 def _linear(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return linear.forward(q, k, v, g_slow, g_fast, initial, cu_seqlens, scale, chunk_size)
 
 
 def _linear_backward(
-    do: Tensor, dfinal: Tensor, entering: Tensor, carried: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    do: Tensor, dfinal: Tensor | None, entering: Tensor, carried: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float,
     chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     rest = (entering, carried, cu_seqlens, scale, chunk_size, do, dfinal)
@@ -109,6 +117,6 @@ def _delta_backward(
     return _present(*delta.backward(q, k, v, beta, g_slow, g_fast, initial, *rest))
 
 
-differentiable("triton_linear", 6, _linear, _linear_backward)
+differentiable("triton_linear", 6, _linear, _linear_backward, reads_final=False)
 differentiable("triton_vector", 5, _vector, _vector_backward)
 differentiable("triton_delta", 7, _delta, _delta_backward)

@@ -151,6 +151,7 @@ def scan_kernel(
 ):  # fmt: skip
     """The states that enter the segments of one sequence and head, and the last one, for a block of their entries.
 
+    No `first` state is zeros.
     BACK goes from the last segment to the first, with gradients.
     """
     STATE: tl.constexpr = 2 * SIZE if MODE == 2 else SIZE
@@ -159,10 +160,12 @@ def scan_kernel(
     whole = tl.program_id(0).to(tl.int64) * STATE
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < SIZE
-    fast = tl.load(first + whole + entry, mask=mask, other=0.0)
+    fast = tl.zeros([BLOCK], tl.float32)
     slow = tl.zeros([BLOCK], tl.float32)
-    if MODE == 2:
-        slow = tl.load(first + whole + SIZE + entry, mask=mask, other=0.0)
+    if first is not None:
+        fast = tl.load(first + whole + entry, mask=mask, other=0.0)
+        if MODE == 2:
+            slow = tl.load(first + whole + SIZE + entry, mask=mask, other=0.0)
     for step in tl.range(0, count, num_stages=4):
         place = (start + (count - 1 - step if BACK else step)) * H + head
         at = place * STATE + entry

@@ -185,8 +185,8 @@ def grads_kernel(
 ):  # fmt: skip
     """The walk from the end of a segment for one head and BK rows of its state: gradients of q, k and log-decays.
 
-    `entering` is the gradient of the state after the segment, and `leaving` becomes that of the state before it. The
-    gradients of log-decays are sums over the blocks of rows, and each program stores its own.
+    `entering` is the gradient of the state after the segment, or None for zeros, and `leaving` becomes that of the state
+    before it. The gradients of log-decays are sums over the blocks of rows, and each program stores its own.
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
@@ -198,10 +198,12 @@ def grads_kernel(
     kk = part * BK + tl.arange(0, BK)
     vv = tl.arange(0, BV)
     place = (segment.to(tl.int64) * H + h) * STATE
-    fast = load_state(entering + place, kk, vv, K, V)
+    fast = tl.zeros([BK, BV], tl.float32)
     slow = tl.zeros([BK, BV], tl.float32)
-    if MODE == 2:
-        slow = load_state(entering + place + K * V, kk, vv, K, V)
+    if entering is not None:
+        fast = load_state(entering + place, kk, vv, K, V)
+        if MODE == 2:
+            slow = load_state(entering + place + K * V, kk, vv, K, V)
     count = tl.cdiv(tokens, C)
     for step in tl.range(0, count, num_stages=STAGES):
         index = count - 1 - step

@@ -2,6 +2,8 @@
 
     v = y + D ⊙ x,   a = v ⊙ f(z) or v,   n = a / √(mean a² + eps) or a / √(Σ a² + eps),   out = n ⊙ w (⊙ f(z))
 
+`triton_add_norm` also returns v, the sum of a residual stream y and a branch x; D is then 1.
+
 A program has one group of channels of some tokens. The backward pass computes the forward pass again, so that nothing
 but the inputs is kept. Gradients of w and D are summed over the tokens of a program, and then over programs by torch.
 """
@@ -58,7 +60,7 @@ def _normalized(a, size, eps, MEAN: tl.constexpr):
 @triton.jit
 @no_type_check
 def _forward_kernel(
-    y, z, x, weight, scale, out, tokens, groups, size, y_t, z_t, x_t, w_g, eps,
+    y, z, x, weight, scale, out, total, tokens, groups, size, y_t, z_t, x_t, w_g, eps,
     HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(0) % groups
@@ -66,10 +68,17 @@ def _forward_kernel(
     cols = tl.arange(0, BC)
     inside = (rows < tokens)[:, None] & (cols < size)[None, :]
     at = g * size + cols
+    place = rows.to(tl.int64)[:, None] * groups * size + at[None, :]
     a = entries(y, rows, y_t, at, inside)
     if x is not None:
-        factor = tl.load(scale + at // HEAD, mask=cols < size, other=0.0).to(tl.float32)
-        a += factor[None, :] * entries(x, rows, x_t, at, inside)
+        added = entries(x, rows, x_t, at, inside)
+        if scale is not None:
+            added *= tl.load(scale + at // HEAD, mask=cols < size, other=0.0).to(tl.float32)[None, :]
+        a += added
+    if total is not None:
+        rounded = a.to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        a = rounded.to(tl.float32)
     if GATE != 0:
         f, _ = _gate(entries(z, rows, z_t, at, inside), GATE)
         if GATE != 3:
@@ -79,14 +88,14 @@ def _forward_kernel(
         n *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
     if GATE == 3:
         n *= f
-    place = rows.to(tl.int64)[:, None] * groups * size + at[None, :]
     tl.store(out + place, n.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 @no_type_check
 def _backward_kernel(
-    y, z, x, weight, scale, dout, dy, dz, dx, sums, tokens, groups, size, y_t, z_t, x_t, w_g, s_p, s_g, eps, tiles,
+    y, z, x, weight, scale, dout, dtotal, dy, dz, dx, dadded, sums, tokens, groups, size, y_t, z_t, x_t, w_g, s_p, s_g,
+    eps, tiles,
     HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(0) % groups
@@ -126,7 +135,11 @@ def _backward_kernel(
         if GATE == 1 or GATE == 2:
             tl.store(dz + place, (d * v * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
+        if dtotal is not None:
+            d += tl.load(dtotal + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dy + place, d.to(dy.dtype.element_ty), mask=inside)
+        if dadded is not None:
+            tl.store(dadded + place, d.to(dadded.dtype.element_ty), mask=inside)
         if x is not None:
             tl.store(dx + place, (d * factor).to(dx.dtype.element_ty), mask=inside)
             dscale += tl.sum(d * skipped, 0)
@@ -157,18 +170,34 @@ def _norm(
 
     It is in `dtype`, or in that of y.
     """
-    channels, out = y.shape[-1], y.new_empty(y.shape, dtype=dtype)
+    out = y.new_empty(y.shape, dtype=dtype)
+    _write(y, z, weight, x, scale, gate, size, mean, eps, out, None)
+    return out
+
+
+def _add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """`x + y [..., D]`, and its norm in `dtype`, or in that of the sum."""
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, y.dtype))
+    out = torch.empty_like(total, dtype=dtype)
+    _write(x, None, weight, y, None, "none", x.shape[-1], True, eps, out, total)
+    return total, out
+
+
+def _write(
+    y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None, scale: Tensor | None, gate: str, size: int,
+    mean: bool, eps: float, out: Tensor, total: Tensor | None,
+) -> None:  # fmt: skip
+    channels = y.shape[-1]
     given, strides = _given(channels, y, z, x)
     weight, scale = [part if part is None else part.contiguous() for part in (weight, scale)]
     tokens, groups = out.numel() // channels, channels // size
     rows, columns, warps = _blocks(size)
     if tokens:
         launch(_forward_kernel, (triton.cdiv(tokens, rows) * groups,))(
-            *given, weight, scale, out, tokens, groups, size, *strides, _of_group(weight, size), eps,
+            *given, weight, scale, out, total, tokens, groups, size, *strides, _of_group(weight, size), eps,
             HEAD=1 if scale is None else channels // len(scale), GATE=GATES[gate], MEAN=mean, BR=rows, BC=columns,
             num_warps=warps,
         )  # fmt: skip
-    return out
 
 
 def _norm_backward(
@@ -176,26 +205,51 @@ def _norm_backward(
     size: int, mean: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, z and x, and those of the weights and of each channel's factor of x, in rows."""
-    channels = y.shape[-1]
     dy, dz, dx = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, z, x))
+    sums = _write_back(dout, None, y, z, weight, x, scale, gate, size, mean, eps, dy, dz, dx, None)
+    return dy, dz, dx, sums
+
+
+def _add_norm_backward(
+    dout: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, eps: float, of_x: torch.dtype, of_y: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and y in their dtypes (that of y is without entries if these are one), and of the weight.
+
+    The sum adds its own gradient, `dtotal`.
+    """
+    dx = total.new_empty(total.shape, dtype=of_x)
+    dy = total.new_empty(total.shape if of_y != of_x else 0, dtype=of_y)
+    size, also = total.shape[-1], dy if of_y != of_x else None
+    sums = _write_back(
+        dout, dtotal, total, None, weight, None, None, "none", size, True, eps, dx, None, None, also
+    )  # fmt: skip
+    return dx, dy, sums
+
+
+def _write_back(
+    dout: Tensor, dtotal: Tensor | None, y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None,
+    scale: Tensor | None, gate: str, size: int, mean: bool, eps: float, *written: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Write the gradients, and return those of parameters."""
+    channels = y.shape[-1]
     given, strides = _given(channels, y, z, x)
     weight, scale = [part if part is None else part.contiguous() for part in (weight, scale)]
-    tokens, groups = dy.numel() // channels, channels // size
+    tokens, groups = y.numel() // channels, channels // size
     rows, columns, warps = _blocks(size)
     tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), max(1, PROGRAMS // groups)))
     blocks = triton.cdiv(tokens, rows * tiles)
     kept = (weight is not None) + (x is not None)
     shared = weight is not None and len(weight) == size < channels
     shape = (blocks * groups, 1, size) if shared else (blocks, kept, channels)
-    sums = dy.new_empty(shape, dtype=torch.float32)
+    sums = y.new_empty(shape, dtype=torch.float32)
     if tokens:
         launch(_backward_kernel, (blocks * groups,))(
-            *given, weight, scale, dout, dy, dz, dx, sums, tokens, groups, size, *strides,
+            *given, weight, scale, dout, dtotal, *written, sums, tokens, groups, size, *strides,
             _of_group(weight, size), groups * size if shared else kept * channels, size, eps, tiles,
             HEAD=1 if scale is None else channels // len(scale), GATE=GATES[gate], MEAN=mean, BR=rows, BC=columns,
             num_warps=warps,
         )  # fmt: skip
-    return dy, dz, dx, sums.sum(0) if kept else sums
+    return sums.sum(0) if kept else sums
 
 
 def _of_group(weight: Tensor | None, size: int) -> int:
@@ -225,3 +279,23 @@ def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 _gradients = declare("triton_norm_backward", _norm_backward)
 declare("triton_norm", _norm).register_autograd(_grad, setup_context=_save)
+
+
+def _add_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, y, weight, ctx.eps, _ = inputs
+    ctx.save_for_backward(output[0], weight)
+    ctx.dtypes = x.dtype, y.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _add_grad(ctx: Any, dtotal: Tensor | None, dout: Tensor | None) -> tuple[Any, ...]:
+    only_first_derivatives()
+    total, weight = ctx.saved_tensors
+    dout = torch.zeros_like(total) if dout is None else dout.contiguous()
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    dx, dy, sums = _add_gradients(dout, dtotal, total, weight, ctx.eps, *ctx.dtypes)
+    return dx, dy if dy.numel() else dx, sums[0].to(weight.dtype), None, None
+
+
+_add_gradients = declare("triton_add_norm_backward", _add_norm_backward)
+declare("triton_add_norm", _add_norm).register_autograd(_add_grad, setup_context=_add_save)
