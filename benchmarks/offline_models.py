@@ -134,6 +134,7 @@ class _Counting(TorchDispatchMode):
 @contextlib.contextmanager
 def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
     """Inside this block the ops choose as on a CUDA device without fla-core, and leave autocast (`cast`) as there."""
+    from halflife.ops import recurrent
     from halflife.ops.backends import dispatch
     from halflife.ops.spec import OPS
 
@@ -162,6 +163,7 @@ def on_a_gpu(cast: _Autocast | None = None) -> Iterator[None]:
         stack.enter_context(mock.patch.object(dispatch, "choose", on_cuda))
         stack.enter_context(mock.patch.object(dispatch, "step_of", step_on_cuda))
         stack.enter_context(mock.patch.object(dispatch, "SMALLEST_PASS", 0))
+        stack.enter_context(mock.patch.object(recurrent, "runs_kernels", return_value=True))
         for name in OPS.names():
             kept = {k: v for k, v in OPS[name].backends.items() if k not in ("native", "fla")}
             stack.enter_context(mock.patch.dict(OPS[name].backends, kept, clear=True))

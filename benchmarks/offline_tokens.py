@@ -1,4 +1,4 @@
-"""The launches of kernels that are no op on a sequence of states: the step of a token, and log-decays."""
+"""The launches of kernels that are no op on a sequence: the step of a token, alone or in a layer, and log-decays."""
 
 from __future__ import annotations
 
@@ -38,14 +38,39 @@ def step(parts: tuple[str, ...], key: int, value: int, batch: int = 1, heads: in
     return found
 
 
+def layer(parts: tuple[str, ...], key: int, value: int, heads: int = 16, groups: int = 16) -> list[Launch]:
+    """The launch for one token from the projection of a layer to what it reads, in bfloat16."""
+    from halflife.ops.backends.triton.passes.token import _token
+
+    channels = 2 * groups * key + heads * value
+    x, weight, vector = meta(1, 1, channels, dtype=torch.bfloat16), meta(channels, 4), meta(1, 1, heads)
+    gate, state = vector.bfloat16(), meta(1, heads, key, value)
+    slow, delta, skip = ("g_slow" in parts), ("beta" in parts), ("skip" in parts)
+    found: list[Launch] = []
+    with offline_kernels.captured(found):
+        _token(
+            x, weight, weight[:, 0] if skip else None, meta(1, channels, 3, dtype=torch.bfloat16), vector,
+            vector if slow else None, gate if delta else None, vector if skip else None, meta(heads) if skip else None,
+            state, state.clone() if slow else None, [0, groups * key, 2 * groups * key], groups, delta, 1.0, 1.0,
+            torch.bfloat16,
+        )  # fmt: skip
+    return found
+
+
 def launches() -> dict[str, list[Launch]]:
     """Case → its launches."""
+    layers = {
+        "layer of mamba2": layer(("skip",), 128, 64, 32, 1),
+        "layer of mamba2, gate_rank": layer(("skip", "g_slow"), 128, 64, 32, 1),
+        "layer of gated_deltanet": layer(("beta",), 64, 64),
+        "layer of gated_deltanet, gate_rank": layer(("beta", "g_slow"), 128, 128),
+    }
     steps = {
         f"token, {name}, {key} × {value}": step(parts, key, value)
         for name, parts in FORMS.items()
         for key, value in SIZES
     }
-    return steps | decays()
+    return steps | layers | decays()
 
 
 def decays() -> dict[str, list[Launch]]:

@@ -3,6 +3,7 @@
 They are compiled where there is a GPU, and run in Triton's interpreter elsewhere.
 """
 
+import copy
 import sys
 from dataclasses import replace
 
@@ -12,9 +13,12 @@ from helpers import assert_close, call_of, generator, op_inputs, relative_error,
 from pairwise import crossed, slow_beyond
 
 from halflife import LanguageModel, ops, preset
+from halflife.layers.mamba2 import Mamba2
+from halflife.ops import recurrent
 from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.spec import OPS
+from halflife.packing import Packing
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
@@ -181,3 +185,66 @@ def test_models_decode_as_on_a_gpu(name, monkeypatch):
             got.append(logits)
     assert len(launched) == 6
     assert_close(torch.cat(got, 1).cpu(), want.cpu(), 2e-5)
+
+
+LAYERS = {
+    "mamba2": {"num_groups": 2, "state_size": 24, "head_dim": 40},
+    "mamba2+post+gate_rank": {"num_groups": 1, "state_size": 24},
+    "gated_deltanet": {},
+    "gated_deltanet+gate_rank": {"num_key_heads": 2, "allow_neg_eigval": True},
+}
+
+
+def token_by_kernel(layer, x, state):
+    """What `layer` does on a GPU with one token of each sequence."""
+    packing = Packing(*x.shape[:2])
+    position = packing.positions(state["position"], x.device)
+    if isinstance(layer, Mamba2):
+        z, xbc, f = layer.in_proj(x).split(layer.splits, -1)
+        y, new = layer._token(x, xbc, f, position, state, packing)
+        return layer.out_proj(layer.norm(y.flatten(-2), z)), new
+    assert layer.one_kernel
+    parts, _ = layer.log_decays(layer.decay_input(x), position, state, packing)
+    o, new = layer._token(x, layer.qkv_proj(x), parts.g, state, packing)
+    return layer.out_proj(layer.gate(o, x)), new
+
+
+@torch.no_grad()
+@crossed(strength=1, name=LAYERS, dtype=[torch.float32, torch.bfloat16])
+def test_a_token_of_a_layer(name, dtype):
+    """From the projection to the next states, against float64, for sequences at different positions."""
+    torch.manual_seed(0)
+    config = preset(name, hidden_size=64, num_layers=1, num_heads=4, mixer_options=LAYERS[name])
+    exact = LanguageModel(config).blocks[0].mixer.bfloat16().double().eval()
+    layer = copy.deepcopy(exact).to(dtype).to(DEVICE)
+    x = torch.randn(2, 8, 64).bfloat16().double()
+    _, state = exact(x[:, :7])
+    state["position"] += torch.tensor([0, 900])
+    state["conv"] = state["conv"].to(dtype).double()
+    given = {key: part.to(DEVICE, part.dtype if key == "position" else torch.float32) for key, part in state.items()}
+    given["conv"] = given["conv"].to(dtype)
+    (y, new), (want, after) = token_by_kernel(layer, x[:, 7:].to(DEVICE, dtype), given), exact(x[:, 7:], state)
+    assert list(new) == [key for key in after if key != "position"]
+    got = {"y": y, **new}
+    wanted = {"y": want, **{key: after[key] for key in new}}
+    errors = {key: relative_error(got[key].double().cpu(), wanted[key]) for key in got}
+    assert max(errors.values()) < 4 * WORST[dtype], errors
+
+
+def test_where_a_kernel_takes_tokens(monkeypatch):
+    """One token of each sequence with states, without gradients, of a layer whose backend is not another one."""
+    layer = LanguageModel(preset("mamba2", hidden_size=64, num_layers=1, num_heads=2)).blocks[0].mixer
+    x, rows = torch.randn(1, 1, 64), Packing(1, 1)
+    with torch.no_grad():
+        state = layer(x)[1]
+        assert not layer.decodes(x, state, rows)
+        monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
+        assert layer.decodes(x, state, rows)
+        assert not layer.decodes(x, {}, rows)
+        assert not layer.decodes(x, state, Packing(1, 2))
+        assert not layer.decodes(x, state, Packing(1, 1, torch.tensor([0, 1])))
+        assert not layer.decodes(x.double(), state, rows)
+        layer.backend = "reference"
+        assert not layer.decodes(x, state, rows)
+    layer.backend = "triton"
+    assert not layer.decodes(x, state, rows)

@@ -106,6 +106,9 @@ class Mamba2(HasMemory, Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         z, xbc, f = self.in_proj(x).split(self.splits, -1)
+        if not x.is_cpu and not self.share_features and self.decodes(xbc, state, packing):
+            y, new = self._token(x, xbc, f, position, state, packing)
+            return self.out_proj(self.norm(y.flatten(-2), z)), new
         xbc, conv = self.conv(xbc, state.get("conv"), packing)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
@@ -121,3 +124,16 @@ class Mamba2(HasMemory, Mixer):
         )
         y = self.norm(y.flatten(-2), z, skip=(self.skip(), values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}
+
+    def _token(
+        self, x: Tensor, xbc: Tensor, f: Tensor, position: Tensor, state: State, packing: Packing
+    ) -> tuple[Tensor, State]:
+        """The values of one token of each sequence before the output norm, and the new state, by one kernel."""
+        inner, shared, _ = self.conv_splits
+        g, step, log_stretch = self.decay(f, position=position, parts=True)
+        if self.stretch_gain:
+            step = step * log_stretch().exp()
+        places = inner + shared, inner, 0  # of queries, keys and values
+        token = {"places": places, "groups": self.num_groups, "gain": step, "skip": self.skip()}
+        token = self.conv(xbc, state["conv"], packing, **token)
+        return self.memory(x, token, None, None, g, None, state, packing, scale=1)

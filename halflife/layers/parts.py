@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
 from halflife.ops.backends.dispatch import beside
+from halflife.ops.recurrent import Unconvolved
 from halflife.packing import Packing
 from halflife.position import angles, spread
 from halflife.precision import ROOMY, compute_dtype
@@ -262,8 +263,11 @@ class ShortConv(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-        """`x [B, T, D]` → `(y [B, T, D], state)`."""
+    def forward(self, x: Tensor, state: Tensor | None, packing: Packing, **token: Any) -> Any:
+        """`x [B, T, D]` → `(y [B, T, D], state)`; with `token`, the other fields of it, an `Unconvolved`."""
+        if token:
+            assert state is not None
+            return Unconvolved(x, self.weight, self.bias, state, **token)
         y, state = causal_conv1d(
             x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=packing,
             backend=self.pass_backend,

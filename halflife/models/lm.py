@@ -65,8 +65,8 @@ class Block(nn.Module):
                     shared[name] = shared[name].to(x.device)
             y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
             if not x.is_cpu and self.beside is None and self._adds_in_norm():
-                x, normed = self.mlp_norm(x, y)
-                return x + self.mlp(normed), new
+                x, normed = self.mlp_norm(x, y)  # pyright: ignore[reportOptionalCall]
+                return x + self.mlp(normed), new  # pyright: ignore[reportOptionalCall]
             x = x + y
             if self.beside is not None:
                 y, after = self.beside(x, _part(state, "beside"), packing, shared=shared)

@@ -6,7 +6,7 @@ oneDNN runs where it is faster than torch's own product. A build of the native k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import MethodType
@@ -89,7 +89,7 @@ class _Cast(torch.autograd.Function):
         return None, *[None if d is None else next(wide) for d in grads]
 
 
-def _copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _copies(tensors: tuple[Tensor, ...] | list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
     if copies:
         torch._foreach_copy_(copies, tensors)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,12 +1,15 @@
-"""The token loop that defines every op on a state."""
+"""The token loop that defines every op on a state, and a token of a layer that decodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import dense
+from halflife.ops.backends import triton
 from halflife.ops.call import Call
 from halflife.ops.chunked.groups import each_head
 
@@ -33,3 +36,62 @@ def token_loop(
         finals.append(state)
     o = torch.stack(outputs, 1).to(call.output_dtype) if outputs else torch.zeros_like(call["v"])
     return o, torch.cat(finals) if finals else states
+
+
+class Unconvolved(NamedTuple):
+    """Queries, keys and values of one token of each sequence, before the short convolution that makes them.
+
+    A kernel convolves them and steps the states at once (`backends/triton/passes/token.py`). A layer passes it to its
+    memory in the place of queries.
+
+    Attributes:
+        x: channels `[B, 1, D]` of queries, keys and values.
+        weight, bias, state: of the convolution, as in `causal_conv1d`.
+        places: the first channels of queries, keys and values.
+        groups: groups of heads that share queries and keys.
+        unit: whether queries and keys get norm 1.
+        most: the writing strength β of the delta rule is most · σ(beta).
+        gain: factor of the values `[B, 1, H]`, or None.
+        skip: D `[H]`, with which the convolved values are added to the outputs, or None.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor
+    places: tuple[int, int, int]
+    groups: int
+    unit: bool = False
+    most: float = 1.0
+    gain: Tensor | None = None
+    skip: Tensor | None = None
+
+    def step(
+        self, g: Tensor | None, g_slow: Tensor | None, beta: Tensor | None, states: tuple[Tensor, Tensor | None],
+        scale: float, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        """The outputs `[B, 1, H, V]` in `dtype`, and the next states of the convolution and of the memory.
+
+        `beta` are the logits of writing strengths. The states are fast and slow.
+        """
+        weight, bias, conv = [None if x is None else x.contiguous() for x in (self.weight, self.bias, self.state)]
+        state, slow = (None if x is None else x.contiguous() for x in states)
+        o, conv, *new = triton.custom_op("token")(
+            dense(self.x), weight, bias, conv, g, g_slow, beta, self.gain, self.skip, state, slow, list(self.places),
+            self.groups, self.unit, self.most, scale, dtype,
+        )  # fmt: skip
+        return o, conv, new
+
+
+def takes_token(x: Tensor, conv: Tensor, state: Tensor) -> bool:
+    """Whether a kernel takes an `Unconvolved` token from channels `x`, with these states."""
+    fits = state.shape[-2] <= triton.SIZES[-1] and conv.shape[-1] > 0 and not torch.is_grad_enabled()
+    return fits and runs_kernels(x.device) and triton.why_not_pass("a token", _CUDA, (x, conv, state)) is None
+
+
+_CUDA = torch.device("cuda")
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels of Triton run on `device` without being asked for."""
+    return device.type == "cuda"

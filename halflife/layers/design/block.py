@@ -15,7 +15,7 @@ from halflife.layers.design.updates import Tokens, Update, UpdateChoice
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
-from halflife.layers.parts import FEATURE_MAPS, GATES, rotary
+from halflife.layers.parts import FEATURE_MAPS, GATES, ShortConv, rotary
 from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
 from halflife.position import check_pairs, half_lrpe, lrpe
@@ -216,12 +216,34 @@ class LinearMixer(DecayGate, HasMemory):
             if self.paired:
                 g = torch.cat([g[..., : self.paired], g], -1)
         qkv = self.qkv_proj(x)
-        if self.conv is not None:
-            qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
-        q, k, v = self.heads(qkv, key, position)
-        o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
+        if not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing):
+            o, memory = self._token(x, qkv, g, state, packing)
+        else:
+            if self.conv is not None:
+                qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
+            q, k, v = self.heads(qkv, key, position)
+            o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
         y = self.gate(o.to(ROOMY[x.dtype]), x)
         return self.out_proj(y.half() if x.dtype == torch.float16 else y), new | memory
+
+    @property
+    def one_kernel(self) -> bool:
+        """Whether one kernel takes a token from the projection to the outputs of the op."""
+        plain = isinstance(self.update, UpdateChoice) and self.update.name in ("linear", "delta")
+        plain = plain and not self.update.stretch_gain and self.position == self.feature_map == "none"
+        scalar = self.decay is None or self.decay.granularity == "scalar"
+        return plain and scalar and type(self.conv) is ShortConv and not self.share_keys
+
+    def _token(self, x: Tensor, qkv: Tensor, g: Tensor | None, state: State, packing: Packing) -> tuple[Tensor, State]:
+        """The outputs of the op for one token of each sequence, and the new state."""
+        query, key, _ = self.splits
+        token = {
+            "places": (0, query, query + key), "groups": self.num_key_heads, "unit": self.unit_keys,
+            "most": 2.0 if self.update.allow_neg_eigval else 1.0,
+        }  # fmt: skip
+        assert self.conv is not None
+        token, beta = self.conv(qkv, state["conv"], packing, **token), self.beta_proj and self.beta_proj(x)
+        return self.memory(x, token, None, None, g, beta, state, packing, **self.op_options)
 
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.

@@ -164,8 +164,8 @@ class KeyConv(ShortConv):
 
     def forward(self, x: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         convolved, others = x.tensor_split([len(self.weight)], -1)
-        convolved, state = super().forward(convolved, state, packing)
-        return torch.cat([convolved, others], -1), state
+        convolved, last = super().forward(convolved, state, packing)
+        return torch.cat([convolved, others], -1), last
 
 
 class LearnedRidge(Float32Module):

@@ -14,6 +14,7 @@ from halflife.layers.mixer import State
 from halflife.layers.options import Place
 from halflife.ops import delta_rule, linear_attention
 from halflife.ops.gate_rank import check_reset_law
+from halflife.ops.recurrent import Unconvolved, takes_token
 from halflife.packing import Packing
 from halflife.precision import ROOMY
 from halflife.registry import check_options
@@ -65,6 +66,7 @@ class HasMemory(nn.Module):
     """A layer whose `memory` runs its update. Several states are a child with the name of their kind."""
 
     memory_kind: str | None = None
+    backend: str
 
     def add_memory(
         self, choice: OneOrGateRank, place: Place, *, decay: str | None, granularity: str = "scalar",
@@ -87,12 +89,24 @@ class HasMemory(nn.Module):
         """Applies the linear (beta None) or the delta update; returns `o [B, T, H, V]` and the new states by name."""
         return one_state if self.memory_kind is None else self.get_submodule(self.memory_kind)
 
+    def decodes(self, x: Tensor, state: State, packing: Packing) -> bool:
+        """Whether the memory can take an `Unconvolved` token, from channels `x [B, 1, D]`, in the place of queries."""
+        if packing.length != 1 or packing.cu_seqlens is not None or not {"conv", "memory"} <= state.keys():
+            return False
+        known = self.memory_kind is None or getattr(self.memory, "reset_law", "") == "mask"
+        return known and self.backend in ("auto", "triton") and takes_token(x, state["conv"], state["memory"])
+
 
 def one_state(
-    x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: State, packing: Packing,
-    **options: Any,
+    x: Tensor, q: Tensor | Unconvolved, k: Tensor | None, v: Tensor | None, g: Tensor | None, beta: Tensor | None,
+    state: State, packing: Packing, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The memory of one state, `memory [N, H, K, V]`. The outputs are float32 for values in float16."""
+    if isinstance(q, Unconvolved):
+        o, conv, (memory,) = q.step(g, None, beta, (state["memory"], None), options["scale"], ROOMY[x.dtype])
+        return o, {"conv": conv, "memory": memory}
+    assert k is not None
+    assert v is not None
     v = v.to(ROOMY[v.dtype])
     options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": packing}
     if beta is None:

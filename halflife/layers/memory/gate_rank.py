@@ -14,6 +14,7 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import State
 from halflife.ops import causal_conv1d, gate_rank, laws
 from halflife.ops.gate_rank import check_reset_law
+from halflife.ops.recurrent import Unconvolved
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, compute_dtype, without_autocast
 from halflife.registry import check_choice
@@ -132,10 +133,12 @@ class GateRank(nn.Module):
         reset(self, self.initial)
 
     def forward(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
-        packing: Packing, **options: Any,
+        self, x: Tensor, q: Tensor | Unconvolved, k: Tensor | None, v: Tensor | None, g: Tensor,
+        beta: Tensor | None, state: State, packing: Packing, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Run `ops.gate_rank` on `q, k, v, g, beta`, with the gate of the slow state computed from `x [B, T, D]`.
+
+        An `Unconvolved` q has k and v in it.
 
         Returns:
             `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
@@ -143,6 +146,12 @@ class GateRank(nn.Module):
         f = self.proj(x if self.trained else x.detach())
         g_slow, conv = self.slow_gate(f, state.get("slow_conv"), packing)
         initial = (state["memory"], state["slow"]) if "memory" in state else None
+        if isinstance(q, Unconvolved):
+            assert initial is not None
+            o, last, (fast, slow) = q.step(g, g_slow, beta, initial, options["scale"], ROOMY[x.dtype])
+            return o, {"conv": last, "memory": fast, "slow": slow, "slow_conv": conv}
+        assert k is not None
+        assert v is not None
         o, final = gate_rank(
             q, k, v.to(ROOMY[v.dtype]), g_slow, g, beta,
             initial_state=initial, output_final_state=True, cu_seqlens=packing, reset_law=self.reset_law, **options,

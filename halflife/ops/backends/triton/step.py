@@ -49,44 +49,60 @@ def _step_kernel(
     h = tl.program_id(1) % H
     rows = tl.arange(0, BK)
     cols = tl.program_id(0) * BV + tl.arange(0, BV)
-    in_rows = rows < K
-    in_cols = cols < V
-    inside = in_rows[:, None] & in_cols[None, :]
+    query = _row(q, n, h // SQ, q_n, q_h, rows, rows < K)
+    key = _row(k, n, h // SK, k_n, k_h, rows, rows < K)
+    value = _row(v, n, h, v_n, v_h, cols, cols < V)
+    strength = 1.0
+    if beta is not None:
+        strength = tl.load(beta + n * beta_n + h * beta_h).to(tl.float32)
+    out = updated(
+        query, key, value, strength, g, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
+        g_n, g_h, a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, beta is not None, VECTOR,
+    )  # fmt: skip
+    at = tl.program_id(1).to(tl.int64) * V + cols
+    tl.store(o + at, (out * scale).to(o.dtype.element_ty), mask=cols < V)
 
-    query = _row(q, n, h // SQ, q_n, q_h, rows, in_rows)
-    key = _row(k, n, h // SK, k_n, k_h, rows, in_rows)
-    value = _row(v, n, h, v_n, v_h, cols, in_cols)
+
+@triton.jit
+@no_type_check
+def updated(
+    query, key, value, strength, g, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
+    g_n, g_h, a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, DELTA: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Return what the query reads from columns of the next state, which is stored."""
+    in_rows = rows < K
+    inside = in_rows[:, None] & (cols < V)[None, :]
     place = n * s_n + h * s_h + rows[:, None] * s_k + cols[None, :]
     place_new = (tl.program_id(1).to(tl.int64) * K + rows[:, None]) * V + cols[None, :]
-    old = tl.zeros([BK, BV], tl.float32)
+    old = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
     if state is not None:
         old = tl.load(state + place, mask=inside, other=0.0)
 
-    kept = tl.full([BK], 1.0, tl.float32)
-    change = tl.zeros([BK], tl.float32)
+    kept = tl.full([rows.shape[0]], 1.0, tl.float32)
+    change = tl.zeros([rows.shape[0]], tl.float32)
     if g is not None:
         if VECTOR:
             kept, change = _split(_row(g, n, h, g_n, g_h, rows, in_rows))
         else:
             kept, change = _split(_row(g, n, h, g_n, g_h, rows * 0, in_rows))
     if g_slow is not None:  # a reset: the slow state decays and takes over the decayed fast one, which starts at 0
-        slow = tl.zeros([BK, BV], tl.float32)
+        slow = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
         if slow_state is not None:
             slow = tl.load(slow_state + place, mask=inside, other=0.0)
-        strength = tl.load(g_slow + n * slow_n + h * slow_h).to(tl.float32)
-        reset = strength != 0
-        slow_kept, slow_change = _split(strength)
-        moved = slow_change * slow + tl.exp(strength) * ((kept + change)[:, None] * old)
+        slow_g = tl.load(g_slow + n * slow_n + h * slow_h).to(tl.float32)
+        reset = slow_g != 0
+        slow_kept, slow_change = _split(slow_g)
+        moved = slow_change * slow + tl.exp(slow_g) * ((kept + change)[:, None] * old)
         slow = tl.where(reset, slow_kept * slow + moved, slow)
         kept = tl.where(reset, 0.0, kept)
         change = tl.where(reset, 0.0, change)
         tl.store(new_slow + place_new, slow, mask=inside)
-    if beta is not None:  # what the decayed state holds for the key; the small part is subtracted first
+    if DELTA:  # what the decayed state holds for the key; the small part is subtracted first
         value -= tl.sum((change * key)[:, None] * old, 0)
         if g_slow is not None:
             value -= tl.sum(key[:, None] * slow, 0)
         value -= tl.sum((kept * key)[:, None] * old, 0)
-        value *= tl.load(beta + n * beta_n + h * beta_h).to(tl.float32)
+        value *= strength
     update = key[:, None] * value[None, :]
     if a is not None:  # DPLR reads the state before it decays
         correction = tl.sum(_row(a, n, h, a_n, a_h, rows, in_rows)[:, None] * old, 0)
@@ -95,8 +111,7 @@ def _step_kernel(
     tl.store(new + place_new, now, mask=inside)
     if g_slow is not None:
         now += slow
-    out = tl.sum(query[:, None] * now, 0) * scale
-    tl.store(o + tl.program_id(1).to(tl.int64) * V + cols, out.to(o.dtype.element_ty), mask=in_cols)
+    return tl.sum(query[:, None] * now, 0)
 
 
 def _step(

@@ -185,7 +185,7 @@ def grads_kernel(
 ):  # fmt: skip
     """The walk from the end of a segment for one head and BK rows of its state: gradients of q, k and log-decays.
 
-    `entering` is the gradient of the state after the segment, or None for zeros, and `leaving` becomes that of the state
+    `entering` is the gradient of the state after the segment (None is zeros), and `leaving` becomes that of the state
     before it. The gradients of log-decays are sums over the blocks of rows, and each program stores its own.
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
