@@ -12,6 +12,7 @@ from helpers import add_noise, assert_raises, cases
 
 from halflife import LanguageModel, Session, preset
 from halflife.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
+from halflife.models import graphs
 from halflife.models.states import size
 from halflife.models.text import TextStream
 from halflife.serve.app import Limits, build
@@ -63,6 +64,25 @@ def text(events):
 
 def alone(model, prompt, count=4, **settings):
     return list(Session(model).feed(prompt).sample(count, **{"temperature": 0, **settings}))
+
+
+def test_graphs_of_tokens_serve_each_number_of_rows(monkeypatch):
+    """With faked graphs (see test_session.py): jobs that come and end at different turns, and several continuations."""
+    monkeypatch.setattr(graphs, "capture", lambda function: function)
+    monkeypatch.setattr(graphs.TokenGraphs, "_possible", lambda self: True)
+    model = tiny()
+    shared = engine(model)
+    shared._hidden = graphs.TokenGraphs(model)
+    prompts = ([1, 2, 3], 3), ([7, 8], 6), ([5], 5)
+    jobs = []
+    for prompt, count in prompts:
+        jobs.append(submit(shared, prompt, max_tokens=count, n=2))
+        shared.turn()
+    run(shared, *jobs)
+    for job, (prompt, count) in zip(jobs, prompts, strict=True):
+        expected = alone(model, prompt, count)
+        assert [tokens(job, choice) for choice in (0, 1)] == [expected, expected]
+    assert {rows for rows, _ in shared._hidden._graphs} == {2, 4}
 
 
 SLOW = ("rwkv7", "mamba2+ska", "simple+tpe", "gated_deltanet+gate_rank")

@@ -13,7 +13,7 @@ from halflife import LanguageModel, Session, preset
 from halflife.cli import main
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.hf import HalflifeForCausalLM
-from halflife.models import checkpoint
+from halflife.models import checkpoint, graphs
 from halflife.models.session import draw, probabilities
 from halflife.models.text import TextStream, pieces_of_text
 
@@ -235,3 +235,42 @@ def test_a_session_needs_torch_alone():
 def test_a_tiny_temperature_takes_the_likeliest_token():
     assert draw(torch.tensor([-1.0, 3.0, 2.0]), temperature=1e-40) == 1
     assert probabilities(torch.tensor([-1.0, 3.0, 3.0]), 1e-300).tolist() == [0.0, 0.5, 0.5]
+
+
+@pytest.fixture
+def by_graphs(monkeypatch):
+    """The host's part of CUDA graphs: a replay runs the captured function again, on the tensors that stay in place."""
+    monkeypatch.setattr(graphs, "capture", lambda function: function)
+    monkeypatch.setattr(graphs.TokenGraphs, "_possible", lambda self: True)
+
+
+@pytest.mark.parametrize("name", ["mamba2+gate_rank", "gated_deltanet", "llama"])
+def test_tokens_by_a_graph_are_those_of_the_model(name, by_graphs):
+    """Also after a fork, and where a graph goes on from another state; softmax attention has no graph."""
+    model, ids = build(name), [3, 1, 4, 1, 5]
+    plain, session = Session(model).feed(ids), Session(model)
+    session._hidden = graphs.TokenGraphs(model)
+    session.feed(ids)
+    assert [*session.sample(4, temperature=0)] == [*plain.sample(4, temperature=0)]
+    fork, expected = session.fork(), [*plain.sample(5, temperature=0)]
+    assert [*session.sample(5, temperature=0)] == expected
+    assert [*fork.sample(5, temperature=0)] == expected
+    session.state, session._logits = fork.state, fork.next_logits
+    assert [*session.sample(2, temperature=0)] == [*plain.sample(2, temperature=0)]
+    assert torch.equal(session.next_logits, plain.next_logits)
+    made = session._hidden._graphs
+    assert made is None if name == "llama" else len(made) == 1
+
+
+def test_what_cannot_be_captured_runs_without_a_graph(by_graphs, monkeypatch):
+    def refuse(function):
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(graphs, "capture", refuse)
+    model = build("mamba2")
+    session, plain = Session(model), Session(model).feed([1, 2])
+    session._hidden = graphs.TokenGraphs(model)
+    with pytest.warns(UserWarning, match="without CUDA graphs: no graph"):
+        session.feed([1]).feed([2])
+    assert torch.equal(session.next_logits, Session(model).feed([1]).feed([2]).next_logits)
+    assert session.position == plain.position

@@ -23,6 +23,15 @@ BYTE_VOCABULARY = 256  # without a tokenizer, a vocabulary of this size means th
 NOT_FINITE = "the logits of the model are not finite, as after a divergence in training"
 
 
+def decoder(model: LanguageModel) -> Callable[[Tensor, ModelState | None], tuple[Tensor, ModelState]]:
+    """Return `model.hidden`. On a GPU CUDA graphs decode tokens, and each overwrites the state of the last one."""
+    if not model.embedding.weight.is_cuda:
+        return model.hidden
+    from halflife.models.graphs import TokenGraphs
+
+    return TokenGraphs(model)
+
+
 class Session:
     """One sequence, read and written in pieces of any size. The session stores only the model's state.
 
@@ -62,7 +71,7 @@ class Session:
         if model.embedding.weight.is_meta:
             raise ValueError("the weights are on the meta device, or offloaded: a session needs them in memory")
         self.model, self.encode, self.decode, self.piece_size = model, encode, decode, piece_size
-        self.state_dtype = state_dtype
+        self.state_dtype, self._hidden = state_dtype, decoder(model)
         self.state: ModelState | None = None
         self.position = 0
         self._logits: Tensor | None = None
@@ -80,7 +89,7 @@ class Session:
             # The ids are copied first, so that a GPU need not wait for each piece.
             copies = ids.cpu().split(self.piece_size)
             for piece, copy in zip(ids.split(self.piece_size), copies, strict=True) if len(ids) else ():
-                hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
+                hidden, state = self._hidden(piece.unsqueeze(0), self.state)
                 self.state = self._cast(state)
                 self._logits = self.model.logits(hidden[0, -1])
                 self._remember(copy.tolist())
@@ -135,11 +144,12 @@ class Session:
         return self._logits
 
     def fork(self) -> Session:
-        """Return a second session that continues from here independently. The two share tensors, which never change."""
+        """Return a second session that continues from here independently."""
         other = Session(
             self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size, state_dtype=self.state_dtype
         )
-        other.state, other.position = self.state, self.position
+        own = getattr(self._hidden, "own", None)  # a copy of what CUDA graphs overwrite
+        other.state, other.position = own(self.state) if own and self.state else self.state, self.position
         other._logits, other._recent = self._logits, self._recent
         return other
 

@@ -36,5 +36,7 @@ def size(state: ModelState) -> int:
 
 
 def changed(state: ModelState, change: Callable[[Tensor], Tensor]) -> ModelState:
-    """Return the state with `change` applied to each tensor."""
-    return tuple({name: change(x) for name, x in layer.items()} for layer in state)
+    """Return the state with `change` applied to each tensor, once where layers share one."""
+    shared = {id(x): x for layer in state for x in layer.values()}
+    new = {key: change(x) for key, x in shared.items()}
+    return tuple({name: new[id(x)] for name, x in layer.items()} for layer in state)

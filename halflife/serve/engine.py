@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
-from halflife.models.session import NOT_FINITE
+from halflife.models.session import NOT_FINITE, decoder
 from halflife.models.states import form, select, stack
 from halflife.models.text import context
 from halflife.ops.linear import fast_linears
@@ -61,7 +61,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least {least}; got {value}")
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_waiting, self.piece = max_rows, max_waiting, piece
-        self.device = model.embedding.weight.device
+        self.device, self._hidden = model.embedding.weight.device, decoder(model)
         self.prefixes, self.counts = PrefixCache(cache_bytes), Counts()
         self._waiting: deque[Job] = deque()
         self._reading: list[Job] = []
@@ -301,7 +301,7 @@ class Engine:
         keep(group, going)
         if group.rows:
             ids = torch.tensor([[row.tokens[-1]] for row in group.rows], device=self.device)
-            hidden, group.state = self.model.hidden(ids, group.state)
+            hidden, group.state = self._hidden(ids, group.state)
             group.hidden = hidden[:, -1]
             self.counts.steps += 1
 

@@ -1,0 +1,106 @@
+"""CUDA graphs of a decoded token: one launch by the host in place of one for each kernel.
+
+The host logic is tested with a graph that is faked. Nothing here has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from halflife.models.lm import LanguageModel, ModelState
+from halflife.models.states import changed, form
+
+
+def capture(function: Callable[[], None]) -> Callable[[], None]:
+    """Return what replays the kernels of `function`, which reads and writes tensors that stay in place."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compiles kernels and makes workspaces, which no graph can
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+class TokenGraph:
+    """One token of each sequence: `hidden [B, 1, D], state = graph(ids [B, 1], state)`.
+
+    The results are overwritten by the next call. A call that gets the state of the last one copies nothing.
+
+    Args:
+        model: in evaluation mode; its weights stay where they are.
+        state: of B sequences, of the form that the graph takes.
+
+    Raises:
+        ValueError: the state grows by a token, as that of softmax attention does.
+    """
+
+    def __init__(self, model: LanguageModel, state: ModelState) -> None:
+        self.ids = torch.zeros(len(state[0]["position"]), 1, dtype=torch.long, device=model.embedding.weight.device)
+        self.state = changed(state, torch.clone)
+        self.hidden, after = model.hidden(self.ids, self.state)
+        if form(after) != form(state):
+            raise ValueError("the state of this model grows with every token")
+
+        def step() -> None:
+            hidden, new = model.hidden(self.ids, self.state)
+            self.hidden.copy_(hidden)
+            _copy(self.state, new)
+
+        self._replay = capture(step)
+
+    def __call__(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        if state is not self.state:
+            _copy(self.state, state)
+        self.ids.copy_(ids)
+        self._replay()
+        return self.hidden, self.state
+
+
+def _copy(goal: ModelState, source: ModelState) -> None:
+    pairs = [(x, y[name]) for to, y in zip(goal, source, strict=True) for name, x in to.items()]
+    torch._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])  # pyright: ignore[reportPrivateImportUsage]
+
+
+class TokenGraphs:
+    """`model.hidden(ids, state)`, by a graph for each number of sequences where it decodes tokens on a GPU.
+
+    Of the states with one form and number of sequences only one may go on at a time, because they share a graph.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self._graphs: dict[tuple, TokenGraph] | None = {}  # None where no graph is possible
+
+    def __call__(self, ids: Tensor, state: ModelState | None) -> tuple[Tensor, ModelState]:
+        if state is None or ids.shape[1] != 1 or not self._possible():
+            return self.model.hidden(ids, state)
+        graph = self._graph(state)
+        return self.model.hidden(ids, state) if graph is None else graph(ids, state)
+
+    def own(self, state: ModelState) -> ModelState:
+        """The state itself, or a copy of one that later calls overwrite."""
+        return changed(state, torch.clone) if any(state is x.state for x in (self._graphs or {}).values()) else state
+
+    def _graph(self, state: ModelState) -> TokenGraph | None:
+        if self._graphs is None:
+            return None
+        key = len(state[0]["position"]), form(state)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = TokenGraph(self.model, state)
+            except (ValueError, RuntimeError) as error:
+                if isinstance(error, RuntimeError):
+                    warnings.warn(f"tokens are decoded without CUDA graphs: {error}", stacklevel=3)
+                self._graphs = None
+                return None
+        return self._graphs[key]
+
+    def _possible(self) -> bool:
+        return self.model.embedding.weight.is_cuda and not torch.is_grad_enabled()
