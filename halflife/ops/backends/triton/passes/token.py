@@ -60,9 +60,9 @@ def _token_kernel(
     cols = tl.program_id(0) * BV + tl.arange(0, BV)
     first = (rows < K) & (rows * 0 + tl.program_id(0) + h % S == 0)  # of the programs that share a key
     at = h // S * K + rows
+    value = _convolved(x, weight, bias, conv, new_conv, n, v_at + h * V + cols, cols < V, cols < V, D, x_n, W)
     query = _convolved(x, weight, bias, conv, new_conv, n, q_at + at, rows < K, first, D, x_n, W)
     key = _convolved(x, weight, bias, conv, new_conv, n, k_at + at, rows < K, first, D, x_n, W)
-    value = _convolved(x, weight, bias, conv, new_conv, n, v_at + h * V + cols, cols < V, cols < V, D, x_n, W)
     query = tl.where(rows < K, query, 0.0)
     key = tl.where(rows < K, key, 0.0)
     if UNIT:
