@@ -317,3 +317,22 @@ def test_output_without_a_reader_ends_quietly(arguments, monkeypatch, capfd):
             main(arguments)
     assert stop.value.code == 141
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["look", "convert", "figures", "tokenizer", "diagnose", "serve"])
+def test_a_command_without_what_it_needs_shows_its_examples(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([name])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said.startswith(f"halflife: {name} needs a ")
+    assert f"halflife {name} " in said.split("examples:")[1]
+
+
+def test_an_unknown_command_and_a_missing_folder_say_what_there_is(refused, tmp_path, monkeypatch):
+    assert "unknown command 'memry'. Did you mean 'memory'?" in refused("memry")
+    monkeypatch.chdir(tmp_path)
+    assert "there is no folder nope; make one with: halflife compare mamba2" in refused("spectrum", "nope")
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/config.json").write_text("{}")
+    assert "there is no folder nope; the newest here: runs/mine" in refused("spectrum", "nope")

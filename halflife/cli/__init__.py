@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import re
 import sys
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from halflife import __version__, extensions
@@ -14,6 +17,7 @@ from halflife.cli.groups import option_types, replace_options
 from halflife.cli.options import check_device, one_line_errors, one_line_warnings, read_options, silence_stdout
 from halflife.extras import EXTRAS, install, missing, require
 from halflife.layers import LAYERS
+from halflife.registry import unknown
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
 
@@ -133,7 +137,17 @@ def _say(error: Exception) -> str:
         return f"there is no file {error.filename}"
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror.lower()}"
+    if str(error).startswith("there is no folder "):
+        return f"{error}; {_folders_here()}"
     return str(error)
+
+
+def _folders_here() -> str:
+    """The newest runs in the current folder, or how to make one."""
+    found = sorted(Path("runs").glob("*/config.json"), key=lambda file: -file.stat().st_mtime)
+    if not found:
+        return "make one with: halflife compare mamba2 gated_deltanet --task mqar"
+    return f"the newest here: {', '.join(str(file.parent) for file in found[:3])}"
 
 
 def read_command(arguments: list[str]) -> Any:
@@ -156,12 +170,29 @@ def parse(arguments: list[str], **options: Any) -> Any:
     import tyro
 
     options = {"config": (tyro.conf.OmitArgPrefixes,), **options}
-    if arguments and arguments[0] in COMMANDS:
+    if arguments and not arguments[0].startswith("-"):
         name, *rest = arguments
+        if name not in COMMANDS:
+            raise unknown("command", name, list(COMMANDS))
+        if not rest and (lacking := _required(command_class(name))):
+            raise ValueError(f"{name} needs {' and '.join(lacking)}. {_about(command_class(name))}")
         return tyro.cli(
             command_class(name), args=_joined(rest, command_class(name)), prog=f"halflife {name}", **options
         )
     return tyro.cli(_any_command(), args=arguments, prog="halflife", description=DESCRIPTION, **options)
+
+
+def _required(command: type) -> list[str]:
+    """The options without which a command cannot begin."""
+    absent = (dataclasses.MISSING, dataclasses.MISSING)
+    needed = [one.name for one in dataclasses.fields(command) if (one.default, one.default_factory) == absent]
+    return [f"a {name.removesuffix('s')}".replace("_", " ") for name in needed]
+
+
+def _about(command: type) -> str:
+    """The first line of the help of a command, and its examples."""
+    text = command.__doc__ or ""
+    return f"{text.splitlines()[0]}\n\n{inspect.cleandoc(text[text.index('    examples:') :])}"
 
 
 def _joined(arguments: list[str], command: type) -> list[str]:

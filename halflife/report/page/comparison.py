@@ -12,7 +12,7 @@ from halflife.report.figures.data import UNFINISHED
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
-from halflife.report.tables.comparison import levels
+from halflife.report.tables.comparison import levels, recall_sentence
 from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, mean, repeated_tests
 from halflife.tasks import TASKS
 
@@ -27,7 +27,7 @@ class Column(NamedTuple):
     best: Callable[..., float] | None  # `max` or `min`, which picks the mean that is marked; None to mark none
 
 
-MAX_LISTED_MODELS = 8  # the most models that the title lists
+MAX_LISTED_MODELS = 8  # the most models that the title or a sentence lists
 PARAMETERS = Column("parameters", "parameters", {}, count, None)
 STATE_SIZE = Column("state size", "state_size", {}, count, None)
 # It moves by a factor of 1.7 from run to run on a busy machine, so that no best one is marked.
@@ -37,7 +37,8 @@ LEARNING_RATE = Column("learning rate", "learning_rate", {}, lambda value: f"{va
 
 def comparison_page(run: Comparison) -> dict[str, Any]:
     """The variables of the page's template, without the figures."""
-    return sweep_page(run, [*about(run), *findings(run), *not_learned(run)], _table(run))
+    first = [said] if (said := recall_sentence([vars(score) for score in run.scores])) else []
+    return sweep_page(run, [*first, *about(run), *findings(run), *not_learned(run)], _table(run))
 
 
 def about(run: Comparison) -> list[str]:
@@ -56,7 +57,9 @@ def about(run: Comparison) -> list[str]:
 
 def not_learned(run: Comparison) -> list[str]:
     """Name the models that are at the level of a guess."""
-    lost = ", ".join(model for model in run.models if run.not_learned(model))
+    models = [model for model in run.models if run.not_learned(model)]
+    further = f" and {len(models) - MAX_LISTED_MODELS} more" if len(models) > MAX_LISTED_MODELS else ""
+    lost = ", ".join(models[:MAX_LISTED_MODELS]) + further
     said = f"Not learned: {lost}. In distribution the accuracy is that of a guess, so other columns say nothing."
     return [said] if lost else []
 

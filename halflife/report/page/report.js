@@ -57,7 +57,8 @@ const report = (() => {
     return Plotly.react(element, themed(panel.data, colour.named), layout, options);
   }
 
-  // Panels are drawn when they come near the window, because a page may have dozens.
+  // Panels are drawn when they come near the window, and the others one by one when there is time, because a page may
+  // have dozens, and whoever prints it or takes a picture of it wants all.
   const panels = new Map();
   const near = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries)
@@ -85,6 +86,16 @@ const report = (() => {
     else near.observe(element);
     sized.observe(element);
   }
+
+  const whenIdle = window.requestIdleCallback ?? setTimeout;
+  function drawNext() {
+    const element = [...panels.keys()].find((one) => !drawn(one) && one.clientWidth);
+    if (!element) return;
+    near.unobserve(element);
+    draw(element, panels.get(element));
+    whenIdle(drawNext);
+  }
+  addEventListener("load", () => whenIdle(drawNext));
 
   for (const figure of find("[data-plot]")) {
     const own = page.plots[figure.dataset.plot];

@@ -12,6 +12,7 @@ from halflife.report.table import Table, styled
 from halflife.runs.records import IN_DISTRIBUTION, LAG, at_guess_level, repeated_tests
 
 BAR = 8  # characters of a bar
+NAMED = 4  # models in a sentence
 MAX_COLUMNS = 12  # columns of tests that fit a terminal
 
 
@@ -137,7 +138,7 @@ def recall_by_lag(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, floa
 
 
 def recall_sketch(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Recall by lag as bars of characters, and one sentence about the longest lag; "" without tests of the lag."""
+    """Recall by lag as bars of characters, and `recall_sentence`; "" without tests of the lag."""
     if not (recalled := recall_by_lag(rows)):
         return ""
     lags = sorted({lag for own in recalled.values() for lag in own})
@@ -146,12 +147,22 @@ def recall_sketch(rows: Sequence[Mapping[str, Any]]) -> str:
     for model, own in recalled.items():
         bars = (_bar(own[lag]).ljust(BAR) if lag in own else " " * BAR for lag in lags)
         lines.append(f"{model:<{width}}  {'  '.join(bars)}".rstrip())
-    last, guess = lags[-1], [row for row in rows if row["test"] == LAG and round(row["lag"]) == lags[-1]]
+    return "\n".join([*lines, "", recall_sentence(rows)])
+
+
+def recall_sentence(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say how much models recall at the longest lag, the first of `NAMED` of them; "" without tests of the lag."""
+    if not (recalled := recall_by_lag(rows)):
+        return ""
+    last = max(lag for own in recalled.values() for lag in own)
+    guess = [row for row in rows if row["test"] == LAG and round(row["lag"]) == last]
     said = [f"{model} {100 * own[last]:.0f} %" for model, own in recalled.items() if last in own]
-    said[0] = f"{said[0].replace(' ', ' still recalls ', 1)} of {guess[0]['num_pairs']} pairs"
-    level = 100 * fmean(row["shortcut_accuracy"] for row in guess)
-    sentence = f"{last:,} tokens after a value, {', '.join(said)}. A guess among the values is right in {level:.0f} %."
-    return "\n".join([*lines, "", sentence])
+    said[0] = f"{said[0].replace(' ', ' still recalls ', 1)} of {guess[0]['num_pairs']:.0f} pairs"
+    level, further = 100 * fmean(row["shortcut_accuracy"] for row in guess), ", others less" if said[NAMED:] else ""
+    return (
+        f"{last:,} tokens after a value, {', '.join(said[:NAMED])}{further}. "
+        f"A guess among the values is right in {level:.0f} %."
+    )
 
 
 def _bar(share: float) -> str:
