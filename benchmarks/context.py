@@ -3,20 +3,23 @@
     python benchmarks/context.py speed [--length 16384] [--layers 8] [--runs 5]
     python benchmarks/context.py memory [--length 1048576] [--processes 4]
     python benchmarks/context.py bytes
+    python benchmarks/context.py plan
 
 `speed` trains steps on two threads of one process and on two processes of one thread in turns. `memory` trains one step
-and prints the peak of the resident memory of each process above that before. `bytes` prints what a process sends.
+and prints the peak of the resident memory of each process: all of it, and above that before the step, which follows a
+short one that loads what the first step loads. `bytes` prints what a process sends. `plan` compares the memory and the
+bytes of steps on 1 to 4 processes with what `halflife.training.plan` predicts.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from halflife.models import LanguageModel, preset
 from halflife.models.loss import mean_loss
 from halflife.parallel import Piece, context_parallel
+from halflife.training.config import TrainConfig
+from halflife.training.plan import WORD, Needs
 
+SHORT, MIB = 256, 1 << 20
 BYTES = [
     "mamba2",
     "mamba2+post+gate_rank",
@@ -36,6 +42,8 @@ BYTES = [
     "mesa",
     "llama",
 ]
+
+PLANNED = ["mamba2+post", "mamba2+post+gate_rank", "gated_deltanet"]
 
 
 def build(name, layers=8, width=256):
@@ -61,7 +69,9 @@ def worker(arguments):
         context = context_parallel(model)
         piece = context.piece
     ids = torch.randint(256, (1, arguments.length + 1), generator=torch.Generator().manual_seed(0))
-    before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    step(model, ids[:, :SHORT], piece, SHORT, arguments.recompute)
+    before, seconds = resident("VmRSS"), []
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for _ in range(arguments.runs):
         if context is not None:
             context.sent = 0
@@ -72,16 +82,23 @@ def worker(arguments):
             context.add_gradients(model)
         model.zero_grad()
         seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resident("VmHWM")
     row = {
         "rank": piece.rank,
         "seconds": seconds,
-        "mib": (peak - before) / 1024,
+        "step": peak - before,
+        "peak": peak,
         "sent": context.sent if context else 0,
     }
     os.write(1, f"{json.dumps(row)}\n".encode())  # at once, as ranks share the output
     if context is not None:
         torch.distributed.destroy_process_group()
+
+
+def resident(name):
+    """A number of bytes of /proc about the resident memory of this process."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[name].split()[0])
 
 
 def measure(processes, threads, arguments, **changed):
@@ -121,13 +138,18 @@ def speed(arguments):
 
 def memory(arguments):
     """The memory of a step of each of several processes, and of one."""
+    print(f"{arguments.model}, {arguments.layers} blocks of width {arguments.width}, T {arguments.length:,}")
+    largest = {}
     for processes in (arguments.processes, 1):
         rows = measure(processes, 1, arguments, runs=1)
         seconds = max(row["seconds"][0] for row in rows)
-        peaks = ", ".join(f"{row['mib']:,.0f}" for row in rows)
-        print(
-            f"{arguments.model}, T {arguments.length}, {processes} processes: {peaks} MiB, {seconds:,.0f} s", flush=True
-        )
+        steps, peaks = (", ".join(f"{row[name] / MIB:,.0f}" for row in rows) for name in ("step", "peak"))
+        print(f"{processes} processes: a step takes {steps} MiB (peak {peaks}), {seconds:,.0f} s", flush=True)
+        largest[processes] = {name: max(row[name] for row in rows) for name in ("step", "peak")}
+    several, one = largest[arguments.processes], largest[1]
+    print(
+        f"the largest over that of one: {several['step'] / one['step']:.2%} (peak {several['peak'] / one['peak']:.2%})"
+    )
 
 
 def sent(arguments):
@@ -138,9 +160,30 @@ def sent(arguments):
         print(f"| {name} | " + " | ".join(f"{n / 1000:,.0f} kB" for n in rows) + " |", flush=True)
 
 
+def plan(arguments):
+    """Memory and bytes of a step on 1 to 4 processes over those that `halflife.training.plan` predicts."""
+    print("| model | processes | memory | predicted | sent | predicted |\n|---|---|---|---|---|---|")
+    for name in PLANNED:
+        model = build(name, 2, 64)
+        config = TrainConfig(model=model.config, steps=1, batch_size=1, learning_rate=1e-3)
+        needs = Needs.of(config, arguments.length)
+        for processes in (1, 2, 3, 4):
+            rows = measure(processes, 1, arguments, model=name, runs=1, layers=2, width=64)
+            found = max(row["step"] for row in rows), max(row["sent"] for row in rows)
+            # Without an optimiser, a step adds the gradients alone. The ranks inside a line send states both ways.
+            memory = needs.activations(arguments.length / processes) + WORD * needs.parameters
+            memory += needs.states(processes, arguments.length)
+            sent = needs.sent_states(processes, processes) / (1 if processes > 2 else 2)
+            cells = [f"{found[0] / MIB:,.0f} MiB", f"{found[0] / memory:.2f}", f"{found[1] / 1000:,.0f} kB"]
+            print(
+                f"| {name} | {processes} | {' | '.join(cells)} | {f'{found[1] / sent:.2f}' if sent else ''} |",
+                flush=True,
+            )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "memory", "bytes", "worker"])
+    parser.add_argument("what", choices=["speed", "memory", "bytes", "plan", "worker"])
     for name, default in (
         ("length", 16384),
         ("layers", 8),
@@ -153,7 +196,7 @@ def main():
     parser.add_argument("--model", default="mamba2+post")
     parser.add_argument("--recompute", action="store_true", help="activation checkpoints")
     arguments = parser.parse_args()
-    {"speed": speed, "memory": memory, "bytes": sent, "worker": worker}[arguments.what](arguments)
+    {"speed": speed, "memory": memory, "bytes": sent, "plan": plan, "worker": worker}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

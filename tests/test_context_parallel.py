@@ -1,6 +1,7 @@
 """A sequence over several processes equals that of one process: outputs, states and all gradients."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -221,25 +222,65 @@ def test_a_plan_has_the_bytes_that_are_sent(name):
         return context.sent
 
     settings = {"steps": 1, "batch_size": 2, "learning_rate": 1e-3}
-    needs = Needs.of(TrainConfig(model=model.config, **settings), 64, recompute=False)  # what a rank has read
-    assert sum(on_ranks(2, work)) == pytest.approx(needs.sent(2, 2) - 4 * needs.parameters, rel=0.06)
+    needs = Needs.of(TrainConfig(model=model.config, **settings), 64)  # what a rank has read
+    assert sum(on_ranks(2, work)) == pytest.approx(needs.sent_states(2, 2), rel=0.06)
 
 
 def test_plans_fit():
     config = TrainConfig(model=preset("mamba2", **SIZES), steps=10, batch_size=4, learning_rate=1e-3)
-    needs = Needs.of(config, 1 << 20, recompute=False)
-    card = Card(memory=needs.memory(2, 1 << 20), product=1e12, wire=1e11)
+    needs = Needs.of(config, 1 << 20)
+    card = Card(memory=needs.memory(2, 2, 1 << 20), product=1e12, wire=1e11)
     plans = [needs.plan(count, card) for count in (1, 2, 4, 8, 16, 12)]
     assert [plan.context for plan in plans] == [1, 2, 2, 2, 4, 3]
     assert [plan.memory <= card.memory for plan in plans] == [False, *[True] * 5]
     for plan in plans:
-        assert needs.memory(plan.gpus, plan.longest) == pytest.approx(card.memory, rel=1e-4)
+        lengths = plan.longest, plan.longest + 1
+        assert [needs.memory(plan.gpus, plan.gpus, n) <= card.memory for n in lengths] == [True, False]
         work = needs.costs.training_operations(1 << 20) * 4 * (1 << 20)
         wait = (2 + plan.context - 1) / 2
         assert plan.step_seconds == pytest.approx(work * wait / (plan.gpus * 1e12) + plan.sent / 1e11)
     again = Needs.of(config, 1 << 20, recompute=True)
-    assert again.memory(1, 1 << 20) < needs.memory(1, 1 << 20)
+    assert again.memory(1, 1, 1 << 20) < needs.memory(1, 1, 1 << 20)
     assert again.step_seconds(1, 1, card) == pytest.approx(4 / 3 * needs.step_seconds(1, 1, card))
+    shards = Needs.of(config, 1 << 20, fsdp=True)
+    assert shards.weights(1) == needs.weights(4)
+    assert shards.weights(1024) < needs.weights(1024)
+    assert shards.sent_weights(8, 8) == needs.sent_weights(8, 8)  # of one group, nothing is sharded
+    assert shards.sent_weights(4, 1) == pytest.approx(1.5 * needs.sent_weights(4, 1))
+
+
+PEAK = """
+import torch
+from pathlib import Path
+from halflife.models import LanguageModel, ModelConfig
+from halflife.training.estimate import peak_memory
+torch.set_num_threads(1)
+config = ModelConfig.from_json({config!r})
+model, ids = LanguageModel(config), torch.zeros(1, 32768, dtype=torch.long)
+
+def step(n):
+    hidden = model.hidden(ids[:, :n])[0]
+    hidden.backward(torch.empty_like(hidden))
+
+def resident(name):
+    return 1024 * int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
+
+step(256)
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+step(32768)
+print((resident("VmHWM") - before) / peak_memory(config).at(32768))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system counts no peak of memory")
+@pytest.mark.parametrize("name", ["mamba2+post", "gated_deltanet", "gla", "mamba2+post+gate_rank"])
+def test_predicted_memory_is_that_of_a_process(name):
+    config = preset(name, vocab_size=256, hidden_size=64, num_layers=2).to_json()
+    done = subprocess.run([sys.executable, "-c", PEAK.format(config=config)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_raises
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from halflife import LanguageModel, preset
 from halflife.evaluation.language import by_position, document_loss
@@ -156,7 +157,7 @@ def test_sharded_parameters(chunks, tie):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         sharded = Objective(shards)
-        sharding.shard(sharded, torch.device("cpu"))
+        sharding.shard(sharded, init_device_mesh("cpu", (1,)))
         value = sharded(ids, ids)["loss"]
         value.backward()
         torch.testing.assert_close(value.detach(), expected[0])

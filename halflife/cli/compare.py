@@ -252,7 +252,8 @@ class Compare:
     def _estimate(self) -> None:
         """Print the settings, and what the runs need."""
         from halflife.lab.experiments import compare
-        from halflife.report.tables.estimate import describe_model, print_needs
+        from halflife.report.tables.estimate import describe_model, print_needs, print_plans
+        from halflife.training.plan import Needs
 
         plan = compare.plan_comparison(**self._choices())
         needs = plan.estimate(self.place.micro_batch_size)
@@ -262,6 +263,11 @@ class Compare:
         chosen = {k: x for k, x in dataclasses.asdict(plan.settings).items() if type(x) is not int or x}
         settings = {f"{plan.label}, {plan.scale}": chosen, "models": models, "learning rates": rates}
         print_needs(settings, needs, plan.settings.bf16)
+        if self.place.gpus is not None:
+            for cell in {cell.model: cell for cell in plan.cells()}.values():
+                config = plan.configure(cell)
+                runs = Needs.of(config, max(config.sequences()), self.place.gradient_checkpointing)
+                print_plans(runs, cell.model, self.place.gpus, self.place.gpu)
 
     def _choices(self) -> dict[str, Any]:
         """The arguments of `plan_comparison`."""

@@ -49,6 +49,10 @@ class Execution:
     """Rows that a process holds at once (training on text); the gradients of micro-batches are added. Default: all."""
     gradient_checkpointing: bool = False
     """Recompute the activations inside blocks: this takes less memory and a third more work."""
+    gpus: int | None = None
+    """With --dry-run, also what each of 1, 2, 4, … to this many GPUs needs, and the longest row that they train on."""
+    gpu: str = "h100"
+    """The kind of these GPUs; h100 is the one that has been measured."""
     track: tuple[str, ...] = ()
     """Report metrics, gates, decay spectra and their figures to wandb, trackio, mlflow or tensorboard; several are
     allowed. Each has an extra of its name. Local files go into the folder of the job, unless the environment variables

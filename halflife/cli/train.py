@@ -125,10 +125,6 @@ class TrainExecution(Execution):
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     context_parallel: int = 1
     """With torchrun, processes that share each row: each has a piece, and states pass from one to the next."""
-    gpus: int | None = None
-    """With --dry-run, also what each of 1, 2, 4, … to this many GPUs needs, and the longest row that they train on."""
-    gpu: str = "h100"
-    """The kind of these GPUs; h100 is the one that has been measured."""
     tensorboard: bool = False
     """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
@@ -191,7 +187,8 @@ class Train:
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
         names = ("micro_batch_size", "gradient_checkpointing", "compile", "fsdp", "context_parallel")
         tracking = track_options((*own.track, *["tensorboard"] * own.tensorboard))
-        execution = ExecutionConfig(**{name: getattr(own, name) for name in names}, show=show, **tracking)
+        chosen = {} if self.job.dry_run else {name: getattr(own, name) for name in names}  # without torchrun, too
+        execution = ExecutionConfig(**chosen, show=show, **tracking)
         if own.tensorboard:
             require("--tensorboard", "tensorboard")
         check_resume(self, RUN_JSON, *options_of(own))
@@ -321,10 +318,12 @@ def _print_needs(config: LanguageConfig, own: TrainExecution) -> None:
     """Print the settings of a run, and what it needs, here and on GPUs."""
     from halflife.report.tables.estimate import print_needs, print_plans
     from halflife.training.estimate import estimate
+    from halflife.training.plan import Needs
 
     run = config.to_dict()
     model = run.pop("model")
     sequences = config.sequences()
     print_needs({"model": model, "run": run}, [(estimate(config, sequences, own.micro_batch_size), 1)], config.bf16)
     if own.gpus is not None:
-        print_plans(config, max(sequences), own.gpus, own.gpu, own.gradient_checkpointing)
+        needs = Needs.of(config, max(sequences), own.gradient_checkpointing, own.fsdp)
+        print_plans(needs, config.model.name, own.gpus, own.gpu)

@@ -122,12 +122,13 @@ class ChunkedLoss(torch.autograd.Function):
             part, target = hidden[first : first + rows], labels[first : first + rows].unsqueeze(1)
             log_p = _wide(logits_of(part, weight)).log_softmax(-1)
             loss -= log_p.gather(1, target).sum()
-            error = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0)) / len(hidden)
+            error = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0)).div_(len(hidden))
             narrow = error.to(hidden.dtype)
             if to_hidden is not None:
                 to_hidden[first : first + rows] = narrow @ weight
             if to_weight is not None:
                 to_weight += narrow.T @ part
+            del log_p, error, narrow  # before the logits of the next chunk
         ctx.save_for_backward(to_hidden, None if to_weight is None else to_weight.to(weight.dtype))
         return loss / len(hidden)
 

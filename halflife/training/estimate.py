@@ -9,14 +9,17 @@ tensors for the backward pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from halflife.models import LanguageModel, ModelConfig
@@ -24,22 +27,25 @@ from halflife.ops.backends import native
 from halflife.training.config import TrainConfig
 
 SHORT, LONG = 128, 256  # tokens of the two counts that are extrapolated linearly
+PEAKS = 1024, 2048  # those of peaks, at which small tensors do not take another way
 BYTES_PER_PARAMETER = 16  # bytes a parameter: float32 weight, gradient, and AdamW's two moments
 
 
 @dataclass(frozen=True)
 class Line:
-    """A quantity that is linear in the number of tokens, from its values at `SHORT` and `LONG` tokens."""
+    """A quantity that is linear in the number of tokens, from its values at two numbers of them."""
 
     short: float
     long: float
+    ends: tuple[int, int] = (SHORT, LONG)
 
     def at(self, tokens: float) -> float:
         """The value at a number of tokens."""
-        return self.short + (self.long - self.short) * (tokens - SHORT) / (LONG - SHORT)
+        first, last = self.ends
+        return self.short + (self.long - self.short) * (tokens - first) / (last - first)
 
     def plus(self, other: Line, times: float) -> Line:
-        return Line(self.short + times * other.short, self.long + times * other.long)
+        return Line(self.short + times * other.short, self.long + times * other.long, self.ends)
 
 
 @dataclass(frozen=True)
@@ -122,29 +128,86 @@ def model_costs(config: ModelConfig, bf16: bool = False) -> Costs:
 
 @lru_cache(maxsize=256)
 def _model_costs(config_json: str, bf16: bool) -> Costs:
-    config = ModelConfig.from_json(config_json)
+    return _of_layers(ModelConfig.from_json(config_json), partial(_count, bf16=bf16))
+
+
+def peak_memory(config: ModelConfig, bf16: bool = False) -> Line:
+    """Bytes that a forward and a backward pass hold at most, beside the weights and without the loss."""
+    return _peak_memory(config.to_json(), bf16)
+
+
+@lru_cache(maxsize=64)
+def _peak_memory(config_json: str, bf16: bool) -> Line:
+    return _of_layers(ModelConfig.from_json(config_json), partial(_count_peak, bf16=bf16))
+
+
+def _of_layers(config: ModelConfig, count: Callable[[ModelConfig], Any]) -> Any:
+    """What `count` gives for a model, from its values for two and three layers, and for two with one of a hybrid."""
     plain = dataclasses.replace(config, hybrid={}, more_hybrids=[])
-    two, three = (_count(dataclasses.replace(plain, num_layers=layers), bf16) for layers in (2, 3))
+    two, three = (count(dataclasses.replace(plain, num_layers=layers)) for layers in (2, 3))
     total = two.plus(three.plus(two, -1), config.num_layers - 2)
     for kind in config.hybrids:
         # The counter does not know the kernel of spectral Koopman attention.
         options = {**kind["options"], **({"backend": "chunked"} if kind["mixer"] == "ska" else {})}
         mixed = dataclasses.replace(plain, num_layers=2, hybrid={**kind, "options": options, "layers": [1]})
-        total = total.plus(_count(mixed, bf16).plus(two, -1), len(kind["layers"]))
+        total = total.plus(count(mixed).plus(two, -1), len(kind["layers"]))
     return total
 
 
 def _count(config: ModelConfig, bf16: bool) -> Costs:
+    operations, saved, state = zip(
+        *(_faked(_count_pass, config, tokens, bf16) for tokens in (SHORT, LONG)), strict=True
+    )
+    return Costs(Line(operations[0] / SHORT, operations[1] / LONG), Line(*saved), Line(*state))
+
+
+def _count_peak(config: ModelConfig, bf16: bool) -> Line:
+    short, long = (_faked(_peak_of_pass, config, tokens, bf16) for tokens in PEAKS)
+    return Line(short, long, PEAKS)
+
+
+def _faked(count: Callable[..., Any], *given: Any) -> Any:
+    """Count with fake tensors, or with real ones for a layer that reads values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    def count(tokens: int) -> tuple[float, float, float]:
-        try:
-            return _count_pass(config, tokens, bf16, fake=True)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            return _count_pass(config, tokens, bf16, fake=False)
+    try:
+        return count(*given, fake=True)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return count(*given, fake=False)
 
-    operations, saved, state = zip(count(SHORT), count(LONG), strict=True)
-    return Costs(Line(operations[0] / SHORT, operations[1] / LONG), Line(*saved), Line(*state))
+
+def _peak_of_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> float:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() if fake else nullcontext(), torch.random.fork_rng(devices=[]):
+        model, ids = LanguageModel(config).eval(), torch.zeros(1, tokens, dtype=torch.long)
+        counter = _PeakMemory([ids, *model.parameters(), *model.buffers()])
+        with counter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            hidden = model.hidden(ids)[0]
+            hidden.backward(torch.empty_like(hidden))
+    return float(counter.most)
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Counts the bytes of the storages that live at once inside it, `most` of them, but those of tensors `beside`."""
+
+    def __init__(self, beside: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._seen: dict[Any, Any] = {x.untyped_storage()._cdata: None for x in beside}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in self._seen:
+                self.live += storage.nbytes()
+                self._seen[storage._cdata] = ref(storage, partial(self._freed, storage._cdata, storage.nbytes()))
+        self.most = max(self.most, self.live)
+        return out
+
+    def _freed(self, key: Any, size: int, _: Any) -> None:
+        self.live -= size
+        self._seen.pop(key)
 
 
 def _count_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> tuple[float, float, float]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halflife.models import LanguageModel
+from halflife.models.loss import LOGITS
 from halflife.registry import Registry
 from halflife.training.config import TrainConfig
-from halflife.training.estimate import BYTES_PER_PARAMETER, Costs, model_costs
+from halflife.training.estimate import BYTES_PER_PARAMETER, Costs, Line, model_costs, peak_memory
 
 WORD = 4  # bytes of a weight and of a gradient, in float32
 
@@ -37,8 +38,10 @@ class Plan:
     """What each of `gpus` GPUs needs, where groups of `context` share each row.
 
     Attributes:
-        memory: bytes of weights, gradients, moments and activations.
-        sent: bytes that it sends in a step.
+        weights: bytes of weights, gradients and moments.
+        activations: bytes of a forward and a backward pass.
+        states: bytes of the states that a piece receives and sends.
+        sent_weights, sent_states: bytes that it sends in a step.
         step_seconds: the least time of a step.
         hours: the least time of the training.
         longest: tokens of the longest row that fits into memory, 0 if the weights alone do not fit.
@@ -46,63 +49,115 @@ class Plan:
 
     gpus: int
     context: int
-    memory: float
-    sent: float
+    weights: float
+    activations: float
+    states: float
+    sent_weights: float
+    sent_states: float
     step_seconds: float
     hours: float
     longest: int
 
+    @property
+    def memory(self) -> float:
+        return self.weights + self.activations + self.states
+
+    @property
+    def sent(self) -> float:
+        return self.sent_weights + self.sent_states
+
 
 @dataclass(frozen=True)
 class Needs:
-    """The counted costs of a run, from which plans are made.
+    """The counted costs of a run, from which plans are made. A GPU has one row, or a piece of one, at a time.
 
     Attributes:
-        parameters, layers: of the model.
-        width: channels between its blocks.
-        costs: see `model_costs`.
+        parameters: of the model.
+        block: of its largest block.
+        layers, width, vocabulary: of the model.
+        costs, peak: see `model_costs` and `peak_memory`.
         rows, length, steps: rows of a batch, their tokens, and steps of the run.
         recompute: whether activations inside blocks are computed again in the backward pass.
+        fsdp: whether weights, gradients and moments are sharded over the groups.
     """
 
     parameters: int
+    block: int
     layers: int
     width: int
+    vocabulary: int
     costs: Costs
+    peak: Line
     rows: int
     length: int
     steps: int
     recompute: bool = False
+    fsdp: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig, length: int, recompute: bool) -> Needs:
+    def of(cls, config: TrainConfig, length: int, recompute: bool = False, fsdp: bool = False) -> Needs:
         import torch
 
         with torch.device("meta"):
             model = LanguageModel(config.model)
-        sizes = model.num_parameters(), config.model.num_layers, config.model.hidden_size
-        return cls(*sizes, model_costs(config.model, config.bf16), config.batch_size, length, config.steps, recompute)
-
-    def activations(self, tokens: float) -> float:
-        """Bytes that a piece of a row saves: all, or with `recompute` the inputs of the blocks and one block."""
-        saved = self.costs.saved.at(tokens)
-        return self.layers * self.width * WORD * tokens + saved / self.layers if self.recompute else saved
-
-    def memory(self, context: int, length: float) -> float:
-        """Bytes a GPU that has a piece of a row at a time, all weights, and the states that it receives and sends."""
-        return (
-            BYTES_PER_PARAMETER * self.parameters + self.activations(length / context)
-            + (2 * self.costs.state.at(length) if context > 1 else 0)
+        block = max(sum(x.numel() for x in one.parameters()) for one in model.blocks)
+        return cls(
+            model.num_parameters(), block, len(model.blocks), config.model.hidden_size, config.model.vocab_size,
+            model_costs(config.model, config.bf16), peak_memory(config.model, config.bf16),
+            config.batch_size, length, config.steps, recompute, fsdp,
         )  # fmt: skip
 
-    def sent(self, gpus: int, context: int) -> float:
-        """Bytes that a GPU inside a line sends in a step: the ring's sum of gradients, and each row's states twice.
+    def weights(self, groups: int) -> float:
+        """Bytes of weights, gradients and AdamW's moments.
 
-        A state goes forward and its gradient back.
+        Of `groups` with shards, each GPU has its share, and whole, with their gradients, two blocks (one runs while the
+        next is gathered) and what is outside the blocks.
         """
+        if not self.fsdp or groups == 1:
+            return BYTES_PER_PARAMETER * self.parameters
+        whole = self.parameters - (self.layers - 2) * self.block
+        return BYTES_PER_PARAMETER * self.parameters / groups + 2 * WORD * whole
+
+    def activations(self, tokens: float) -> float:
+        """Bytes that a piece holds at most, in the backward pass of the blocks or in the loss.
+
+        The loss has what the blocks have saved, its gradient, and three tensors of as many logits as it holds at once.
+        With `recompute`, the inputs of the blocks and one block are held.
+        """
+        saved, inputs = self.costs.saved.at(tokens), self.width * WORD * tokens
+        logits = 3 * WORD * min(tokens * self.vocabulary, LOGITS)
+        if not self.recompute:
+            return max(self.peak.at(tokens), saved + inputs + logits)
+        others = (self.layers - 1) / self.layers * saved
+        return self.layers * inputs + max(self.peak.at(tokens) - others, inputs + logits)
+
+    def of_a_layer(self, tokens: float) -> float:
+        """Bytes that a layer keeps of a piece until its backward pass."""
+        return self.width * WORD * tokens if self.recompute else self.costs.saved.at(tokens) / self.layers
+
+    def states(self, context: int, length: float) -> float:
+        """Bytes of the states that a piece receives and sends, which its backward pass needs."""
+        return 2 * self.costs.state.at(length) if context > 1 else 0
+
+    def memory(self, gpus: int, context: int, length: float) -> float:
+        """Bytes of a GPU that has a piece of a row."""
+        return self.weights(gpus // context) + self.activations(length / context) + self.states(context, length)
+
+    def sent_weights(self, gpus: int, context: int) -> float:
+        """Bytes of weights and gradients that a GPU sends in a step.
+
+        Rings add gradients: each of n sends 2 (n - 1) / n of them. Shards are gathered twice, forward and backward, and
+        their gradients are scattered, with (n - 1) / n each; then a ring over a line adds shards.
+        """
+        size, groups = WORD * self.parameters, gpus // context
+        if not self.fsdp or groups == 1:
+            return 2 * (gpus - 1) / gpus * size
+        return 3 * (groups - 1) / groups * size + 2 * (context - 1) / context * size / groups
+
+    def sent_states(self, gpus: int, context: int) -> float:
+        """Bytes of states that a GPU inside a line sends in a step: forward, and their gradients back."""
         rows = self.rows * context / gpus
-        ring = 2 * (gpus - 1) / gpus * WORD * self.parameters
-        return ring + (2 * rows * self.costs.state.at(self.length) if context > 1 else 0)
+        return 2 * rows * self.costs.state.at(self.length) if context > 1 else 0
 
     def step_seconds(self, gpus: int, context: int, card: Card) -> float:
         """The least time of a step: its products, while the GPUs of a line start a block apart, then the wire.
@@ -113,20 +168,29 @@ class Needs:
         operations = self.costs.training_operations(self.length) * self.rows * self.length
         operations *= 4 / 3 if self.recompute else 1
         wait = (self.layers + context - 1) / self.layers
-        return operations / (gpus * card.product) * wait + self.sent(gpus, context) / card.wire
+        sent = self.sent_weights(gpus, context) + self.sent_states(gpus, context)
+        return operations / (gpus * card.product) * wait + sent / card.wire
 
-    def longest(self, context: int, card: Card) -> int:
-        """Tokens of the longest row whose pieces fit into memory; memory is linear in the length."""
-        least, more = self.memory(context, 0), self.memory(context, 1 << 20)
-        return max(0, int((card.memory - least) / (more - least) * (1 << 20)))
+    def longest(self, gpus: int, context: int, card: Card) -> int:
+        """Tokens of the longest row whose pieces fit into memory, by halving; memory rises with the length."""
+        if self.memory(gpus, context, 0) > card.memory:
+            return 0
+        low, high = 0, 1
+        while self.memory(gpus, context, high) <= card.memory:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.memory(gpus, context, middle) <= card.memory else (low, middle)
+        return low
 
     def plan(self, gpus: int, card: Card) -> Plan:
         """The plan with the fewest GPUs a row whose piece fits into memory, and a row for each group of them."""
         choices = [c for c in range(1, gpus + 1) if gpus % c == 0 and gpus // c <= self.rows]
-        fitting = [c for c in choices if self.memory(c, self.length) <= card.memory]
+        fitting = [c for c in choices if self.memory(gpus, c, self.length) <= card.memory]
         context = min(fitting, default=max(choices))
         seconds = self.step_seconds(gpus, context, card)
         return Plan(
-            gpus, context, self.memory(context, self.length), self.sent(gpus, context), seconds,
-            seconds * self.steps / 3600, self.longest(gpus, card),
+            gpus, context, self.weights(gpus // context), self.activations(self.length / context),
+            self.states(context, self.length), self.sent_weights(gpus, context), self.sent_states(gpus, context),
+            seconds, seconds * self.steps / 3600, self.longest(gpus, gpus, card),
         )  # fmt: skip

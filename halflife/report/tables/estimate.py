@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,10 +12,12 @@ from halflife.evaluation.memory import format_bytes
 from halflife.models import ModelConfig
 from halflife.report.table import Table, show, styled
 from halflife.runs.one import training_device
-from halflife.training.config import TrainConfig
 from halflife.training.estimate import Estimate
 from halflife.training.speed import gemm_rate
 from halflife.training.trial import Trial
+
+if TYPE_CHECKING:
+    from halflife.training.plan import Needs
 
 HEADINGS = (
     "model", "runs", "parameters", "steps", "tokens", "weights + AdamW", "activations", "FLOPs a run", "at least"
@@ -55,33 +57,45 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     show(Table(HEADINGS, [*table, styled("bold", *cells)], note, "needs"))
 
 
-def print_plans(config: TrainConfig, length: int, gpus: int, gpu: str, recompute: bool) -> None:
+def print_plans(needs: Needs, model: str, gpus: int, gpu: str) -> None:
     """Print a row for 1, 2, 4, … to `gpus` GPUs: what each of them needs at least, and the longest row.
 
     Raises:
         ValueError: there are fewer than 1, or the kind is unknown.
     """
-    from halflife.training.plan import GPUS, Needs
+    from halflife.training.plan import GPUS
 
     if gpus < 1:
         raise ValueError(f"--gpus must be at least 1; got {gpus}")
-    needs, counts = Needs.of(config, length, recompute), [2**i for i in range(gpus.bit_length()) if 2**i < gpus]
+    counts = [2**i for i in range(gpus.bit_length()) if 2**i < gpus]
     plans = [needs.plan(count, GPUS[gpu]) for count in (*counts, gpus)]
-    headings = ("GPUs", "GPUs a row", "memory of one", "sent by one a step", "a step", "the run", "longest row")
+    headings = (
+        "GPUs", "a row", "weights + AdamW", "activations", "a layer", "states", "weights sent", "states sent", "a step",
+        "the run", "longest row",
+    )  # fmt: skip
     rows: list[Any] = [
         (
-            f"{plan.gpus:,}", f"{plan.context:,}", format_bytes(plan.memory), format_bytes(plan.sent),
+            f"{plan.gpus:,}", f"{plan.context:,}", format_bytes(plan.weights), format_bytes(plan.activations),
+            format_bytes(needs.of_a_layer(needs.length / plan.context)), format_bytes(plan.states),
+            format_bytes(plan.sent_weights), format_bytes(plan.sent_states),
             format_seconds(plan.step_seconds), format_seconds(3600 * plan.hours), f"{plan.longest:,}",
         )
         for plan in plans
     ]  # fmt: skip
     note = (
         f"Predicted, not measured, for {gpu} ({GPUS[gpu].memory / 1e9:.0f} GB): products in bfloat16 at the rate that "
-        "one has reached,\na row at a time in each group, and weights, gradients and moments in float32 on every GPU.\n"
-        "Times are floors, of products and the wire alone. The longest row is that of all GPUs together."
+        "one has reached,\na row at a time in each group, and weights, gradients and moments in float32"
+        f"{', sharded over the groups' if needs.fsdp else ' on every GPU'}.\n"
+        "Memory and bytes sent in a step are those of one GPU. Times are floors, of products and the wire alone. The "
+        "longest\nrow is that of all GPUs together."
     )
     show(
-        Table(headings, rows, note, f"on GPUs: {needs.steps:,} steps of {needs.rows:,} rows of {needs.length:,} tokens")
+        Table(
+            headings,
+            rows,
+            note,
+            f"{model} on GPUs: {needs.steps:,} steps of {needs.rows:,} rows of {needs.length:,} tokens",
+        )
     )
 
 
