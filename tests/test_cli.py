@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from helpers import cases
 
@@ -24,6 +25,7 @@ from halflife.evaluation.bundles import BUNDLES
 from halflife.extras import EXTRAS
 from halflife.lab.experiments.decay_design import VARIANTS
 from halflife.models import MODIFIERS, PRESETS
+from halflife.report.tables import about
 from halflife.report.tables.about import PURPOSES
 from halflife.tasks import TASKS
 
@@ -150,6 +152,19 @@ def test_info_checks_this_machine(capsys):
     for expected in ("linear_attention", "chunked, reference", "selfcheck on cpu: all right"):
         assert expected in details
     assert set(EXTRAS.values()) == set(PURPOSES)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_info_says_that_other_accelerators_run_plain_pytorch(kind, monkeypatch):
+    """With a faked accelerator, on it and on the CPU beside it."""
+    monkeypatch.setattr(about, "bf16_slowdown", lambda device: 1.0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    on, beside = ({text for _, text in about.summary(device, "").rows} for device in (kind, "cpu"))
+    assert f"{kind} has no kernels of ours, and is untested: compare with --device cpu" in on
+    assert any(text.startswith("0 of ") for text in on)
+    assert f"{kind}, which runs plain PyTorch alone, untested (--device {kind})" in beside
+    assert not any("a GPU" in text for text in (*on, *beside))
 
 
 @pytest.mark.slow

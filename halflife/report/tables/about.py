@@ -76,8 +76,7 @@ def summary(device: torch.device | str, checks: str) -> Table:
     times = bf16_slowdown(device)
     rows.append(("slow", f"bfloat16, {times:.0f} times as slow as float32: leave out --bf16") if times > SLOWER else
                 ("fast", "bfloat16 (--bf16)"))  # fmt: skip
-    if device.type == "cpu" and not torch.cuda.is_available():
-        rows.append(("missing", "a GPU: models above some ten million parameters train for days"))
+    rows += of_accelerators(device)
     for (name, reason), affected in refusals(device).items():
         if name == "native" and device.type == "cpu":
             rows.append(("missing", f"native kernels of {len(affected)} ops: {reason}"))
@@ -91,6 +90,18 @@ def summary(device: torch.device | str, checks: str) -> Table:
     ]
     rows.append(("checked", checks))
     return Table((), [(Cell(f"  {name}", style="bold"), text) for name, text in rows], title=f"halflife on {device}")
+
+
+def of_accelerators(device: torch.device) -> list[tuple[str, str]]:
+    """What to know of a device that is no CUDA one, and of the accelerator that the machine has beside it."""
+    if device.type not in ("cpu", "cuda"):
+        return [("slow", f"{device.type} has no kernels of ours, and is untested: compare with --device cpu")]
+    if device.type == "cuda" or torch.cuda.is_available():
+        return []
+    if torch.accelerator.is_available():
+        kind = str(torch.accelerator.current_accelerator())
+        return [("optional", f"{kind}, which runs plain PyTorch alone, untested (--device {kind})")]
+    return [("missing", "a GPU: models above some ten million parameters train for days")]
 
 
 def print_backends(device: torch.device | str) -> None:
