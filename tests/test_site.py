@@ -124,7 +124,13 @@ def test_search_works_from_a_file(site):
         page.keyboard.type("tapering")
         page.locator(".md-search-result__link").first.wait_for()
         found = [link.get_attribute("href") or "" for link in page.locator(".md-search-result__link").all()]
+        page.keyboard.press("Control+A")
+        page.keyboard.type("which model")
+        first = page.locator(".md-search-result__link").first
+        page.wait_for_function("document.querySelector('.md-search-result__link')?.href.includes('model')")
+        answer = first.get_attribute("href") or ""
         chromium.close()
     assert any("post.html" in link for link in found)
+    assert "results/overview.html" in answer, "pages come before functions (docs/search.py)"
     assert not [url for url in asked if urlsplit(url).scheme not in ("file", "data", "about")]
     assert not errors

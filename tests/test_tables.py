@@ -235,3 +235,15 @@ def test_comparisons_are_added_to_the_map(tmp_path, monkeypatch):
         assert json.loads(path.read_text(encoding="utf-8")) == {
             "untrained": {"h1": {"K1": 1.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [100]},
         }  # fmt: skip
+
+
+def test_the_demo_s_sentence_holds_in_every_run():
+    """Gated DeltaNet recalls most at the longest lag, by far, in each build, at each number of steps and seed."""
+    runs = {}
+    for row in join.read_table(DOCS / "results" / "demo.csv"):
+        if row["lag"] == "239":
+            runs.setdefault((row["build"], row["steps"], row["seed"]), {})[row["model"]] = float(row["accuracy"])
+    assert {build for build, *_ in runs} == {"native", "chunked"}
+    for recalled in runs.values():
+        best = recalled.pop("gated_deltanet")
+        assert best > max(recalled.values()) + 0.3
