@@ -23,7 +23,7 @@ def capture(function: Callable[[], None]) -> Callable[[], None]:
         for _ in range(2):  # compiles kernels and makes workspaces, which no graph can
             function()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the server has other threads
         function()
     return graph.replay
 

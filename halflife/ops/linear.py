@@ -51,6 +51,9 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     As in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are.
     """
     dtype = autocast_dtype(x.device)
+    if dtype is None or is_transformed():
+        yield
+        return
     held = [
         (module._parameters, name, weight)
         for module in model.modules()
@@ -58,9 +61,6 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
         for name, weight in module._parameters.items()
         if type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device == x.device
     ]
-    if dtype is None or not held or is_transformed():
-        yield
-        return
     copies = _Cast.apply(dtype, *[weight for *_, weight in held])
     try:
         for (parameters, name, _), copy in zip(held, copies, strict=True):
