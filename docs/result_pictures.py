@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import claims  # beside this file
 import numpy as np
@@ -183,6 +184,38 @@ def speed() -> Figure:
     return figure
 
 
+@styled
+def scale_lengths() -> Figure:
+    """Draw the predicted largest row by the number of H100s that share it."""
+    data = read_json(RESULTS / "scale.json")
+    figure, axes = scale_axes(data, data["gpus"], "longest", 1)
+    axes.set(xlabel="H100s that share a row", ylabel="tokens of the largest row")
+    return figure
+
+
+@styled
+def scale_costs() -> Figure:
+    """Draw the counted operations of training on a token by the length of its row."""
+    data = read_json(RESULTS / "scale.json")
+    figure, axes = scale_axes(data, data["lengths"], "operations", 1e9)
+    axes.set(xlabel="tokens of a row", ylabel="GFLOPs of a token")
+    return figure
+
+
+def scale_axes(data: Any, values: Sequence[int], what: str, unit: float) -> tuple[Figure, Axes]:
+    """Return a figure with a line for each model of `scale.json`."""
+    figure = Figure(figsize=(PAGE_WIDTH, 3), layout="constrained")
+    axes = figure.subplots()
+    looks = model_styles(tuple(row["model"] for row in data["models"]))
+    for row, look in zip(data["models"], looks.values(), strict=True):
+        axes.plot(values, [value / unit for value in row[what]], **look._asdict(), label=row["model"])
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xticks=values[::2], xticklabels=[f"{value:,}" for value in values[::2]])
+    axes.minorticks_off()
+    axes.legend()
+    return figure, axes
+
+
 def draw_seeds(axes: Axes, height: float, values: np.ndarray, look: ModelStyle, name: str) -> None:
     """Draw one number per seed at a height, with their interval."""
     ends = bootstrap(values.tolist())
@@ -219,7 +252,10 @@ def stretched(part: str) -> str:
     return "decay and gain stretched" if "stretch_gain" in options.get("mixer", {}) else "decay alone stretched"
 
 
-PICTURES = (post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, recall, speed)
+PICTURES = (
+    post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, recall, speed, scale_lengths,
+    scale_costs,
+)  # fmt: skip
 
 
 def main() -> None:

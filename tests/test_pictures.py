@@ -1,5 +1,6 @@
 """Pictures of results show today's files: the digest of their numbers, which a PNG file carries, is computed again."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ sys.path.insert(0, str(DOCS))
 
 import powers  # noqa: E402
 import result_pictures  # noqa: E402
+import scale  # noqa: E402
 
 
 def forecast(name):
@@ -59,3 +61,9 @@ def test_other_numbers_have_another_digest(monkeypatch):
     rows["models"][0]["measured"][3] += 1e-4
     monkeypatch.setattr(result_pictures, "read_json", lambda path: rows)
     assert digest(DRAWN["recall"]()) != before
+
+
+@pytest.mark.slow
+def test_the_plans_of_the_pictures_are_those_of_today():
+    written = read_json(RESULTS / "scale.json")
+    assert json.loads(json.dumps(scale.predicted())) == written
