@@ -98,7 +98,20 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/installed-dev
+# The runtime of the playground, 14 MB, which the site has and the repository has not.
+RUNTIME := docs/playground/vendor
+ONNXRUNTIME := onnxruntime-web@1.30.0
+ONNXRUNTIME_SHA256 := d2228df7e4616bc3348bf504ee888f3bec43789a273f0a63f3e68d203ce3bf71
+$(RUNTIME)/installed: Makefile
+	mkdir -p $(RUNTIME)
+	cd $(RUNTIME) && npm pack --silent $(ONNXRUNTIME) > /dev/null
+	cd $(RUNTIME) && echo "$(ONNXRUNTIME_SHA256)  $$(ls *.tgz)" | sha256sum --check --quiet
+	cd $(RUNTIME) && tar --extract --strip-components 2 --file *.tgz \
+	  package/dist/ort.wasm.bundle.min.mjs package/dist/ort-wasm-simd-threaded.mjs package/dist/ort-wasm-simd-threaded.wasm
+	rm $(RUNTIME)/*.tgz
+	touch $@
+
+docs: $(VENV)/installed-dev $(RUNTIME)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/installed-dev native

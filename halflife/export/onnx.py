@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from halflife.export.graphs import check_max_length, export, fixed_caches, flat, initial_state, names, needs_loop
 from halflife.files import write_json
@@ -107,17 +108,19 @@ class _NoOperation(ValueError):
 def _convert(model: LanguageModel, tokens: int, state: ModelState, max_length: int | None, loop: bool) -> Any:
     inputs = names(state)
     graph = export(model, tokens, len(state[0]["position"]), loop, max_length).run_decompositions(DECOMPOSITIONS)
+    what = f"how {model.config.name} reads {tokens} token{'s' if tokens > 1 else ''} at once"
+    return to_onnx(graph, ["ids", *inputs], ["logits", *(name + AFTER for name in inputs)], what)
+
+
+def to_onnx(graph: ExportedProgram, inputs: list[str], outputs: list[str], what: str) -> Any:
+    """The ONNX program of a graph of torch, with these names. A ValueError says that ONNX cannot express `what`."""
     try:
-        return torch.onnx.export(
-            graph, dynamo=True, verbose=False, input_names=["ids", *inputs],
-            output_names=["logits", *(name + AFTER for name in inputs)],
-        )  # fmt: skip
+        return torch.onnx.export(graph, dynamo=True, verbose=False, input_names=inputs, output_names=outputs)
     except Exception as error:  # the exporter wraps whatever stopped it
         reason: BaseException = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
-        message = f"ONNX cannot express how {model.config.name} reads {tokens} token{'s' if tokens > 1 else ''} at once"
-        raise _NoOperation(f"{message}: {' '.join(str(reason).split())[:300]}") from error
+        raise _NoOperation(f"ONNX cannot express {what}: {' '.join(str(reason).split())[:300]}") from error
 
 
 @torch.no_grad()
