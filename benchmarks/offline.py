@@ -75,6 +75,7 @@ CASES = {
     )
 }  # fmt: skip
 CASES |= {f"delta, {mode}, 64": Case("delta_rule", mode) for mode in ("scalar", "gate_rank")}
+CASES["dplr, vector, 64"] = Case("dplr", "vector")
 CASES["koopman, 64"] = Case("koopman_attention", "none")
 CASES["linear, mamba2"] = Case("linear_attention", "scalar", 128, 64, heads=32, shared=1, shapes=((8, 2048),))
 # Bytes ÷ floor that kernels should reach, forward and with the backward pass, by case and batch size. The floor is the
@@ -106,7 +107,9 @@ def tensors_of(case: Case, batch: int, length: int) -> dict[str, Tensor | None]:
     else:
         channels = (case.key,) if case.mode == "vector" else ()
         tensors["g"] = None if case.mode == "none" else leaf(*at, case.heads, *channels)
-    if op != "linear_attention":
+    if op == "dplr":
+        tensors |= {name: leaf(*at, case.heads, case.key, dtype=case.dtype) for name in "ab"}
+    elif op != "linear_attention":
         tensors["beta"] = leaf(*at, case.heads) if case.op == "delta_rule" else None
     return tensors
 
@@ -121,10 +124,10 @@ def call_of(case: Case, batch: int, length: int) -> Any:
 def output_of(case: Case, batch: int, length: int) -> Tensor:
     """What our kernels return."""
     from halflife.ops import koopman_attention
-    from halflife.ops.backends.triton import run
+    from halflife.ops.backends.triton import run, run_dplr
 
     if case.op != "koopman_attention":
-        return run(call_of(case, batch, length))[0]
+        return (run_dplr if case.op == "dplr" else run)(call_of(case, batch, length))[0]
     with offline_models.on_a_gpu():
         return koopman_attention(**tensors_of(case, batch, length), power=1)[0]  # type: ignore[arg-type]
 

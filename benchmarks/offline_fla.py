@@ -23,7 +23,7 @@ from offline_kernels import Launch  # noqa: E402
 from offline_sources import sources  # noqa: E402
 
 LAUNCH_MS = 0.003  # the least that a launch takes
-HEADS, SIZE, CHUNK = 16, 64, 64
+HEADS, SIZE = 16, 64
 SHAPES = {"few": (1, 32768), "many": (16, 2048)}  # (B, T), by whether there are many heads over the batch
 # op and decay → fla's function, and the rows of `offline.json` with our kernels; the delta rule without decay has none.
 CASES = {
@@ -32,11 +32,12 @@ CASES = {
     "linear_attention, vector": ("gla.chunk_gla", "linear, vector, 64"),
     "delta_rule, none": ("delta_rule.chunk_delta_rule", "delta, scalar, 64"),
     "delta_rule, scalar": ("gated_delta_rule.chunk_gated_delta_rule", "delta, scalar, 64"),
+    "dplr, vector": ("generalized_delta_rule.chunk_dplr_delta_rule", "dplr, vector, 64"),
 }
 # Kernels whose programs walk over all chunks of a sequence; those of the others have one chunk.
 WALKS = (
     "chunk_fwd_kernel_h", "chunk_bwd_kernel_dh", "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
-    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64", "chunk_dplr_fwd_kernel_h", "chunk_dplr_bwd_kernel_dhu",
 )  # fmt: skip
 CHOICE = FOLDER.parent / "halflife/ops/backends/faster.json"
 
@@ -59,6 +60,8 @@ def launches(case: str, batch: int, length: int) -> list[list[Launch]]:
 
     q, k, v = (leaf(SIZE, dtype=torch.bfloat16) for _ in range(3))
     gates = {"g": leaf()} if "scalar" in case else {"g": leaf(SIZE)} if "vector" in case else {}
+    if "dplr" in case:
+        gates = {"gk": leaf(SIZE), **{name: leaf(SIZE, dtype=torch.bfloat16) for name in "ab"}}
     if "delta" in case:
         gates["beta"] = leaf(dtype=torch.bfloat16)
     forward, backward = [], []
@@ -74,7 +77,7 @@ def predicted_ms(launch: Launch, length: int, copy: float) -> float:
     figures = offline_code.resources(kernel)
     one = offline_code.timing(offline_code.disassembled(kernel.asm["cubin"])[0])
     moved = offline_kernels.moved(launch, offline_kernels.roles(offline_kernels.intermediate(launch)))
-    trips = -(-length // CHUNK) if launch.name in WALKS else 1
+    trips = -(-length // launch.arguments["BT"]) if launch.name in WALKS else 1
     return max(LAUNCH_MS, offline_code.predicted_ms(
         one, figures["warps"], figures["programs"], launch.programs, trips, moved, copy
     ))  # fmt: skip

@@ -45,7 +45,7 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def _kernels(data: dict[str, Any]) -> str:
-    """One row for each kernel, with the worst of its rows."""
+    """One row for each kernel, with the worst of its rows; kernels without products that keep all limits are named."""
     groups: dict[str, list[str]] = {}
     for name in data["kernels"]:
         groups.setdefault(name.split(",")[0].split(" ")[0], []).append(name)
@@ -53,8 +53,11 @@ def _kernels(data: dict[str, Any]) -> str:
     def worst(names: list[str], key: str, choose: Any, targets: tuple[str, ...] = TARGETS) -> str:
         return "/".join(str(choose(data["kernels"][name][t][key] for name in names)) for t in targets)
 
-    rows = []
+    rows, simple = [], []
     for kernel, names in groups.items():
+        if not any(data["facts"][name]["products"] or name in data["missed_today"] for name in names):
+            simple.append(f"`{kernel}`")
+            continue
         products = [name for name in names if data["facts"][name]["products"]]
         tensor = (
             [worst(products, "wgmma", min, ("sm_90",)), worst(products, "mma", min, TARGETS[1:])] if products else "–"
@@ -63,7 +66,8 @@ def _kernels(data: dict[str, Any]) -> str:
             f"`{kernel}`", worst(names, "registers", max), worst(names, "spills", max), worst(names, "programs", min),
             "/".join(tensor),
         ])  # fmt: skip
-    return table(["kernel", "registers", "spills", "programs", "wgmma/mma/mfma"], rows)
+    found = table(["kernel", "registers", "spills", "programs", "wgmma/mma/mfma"], rows)
+    return f"{found}\n\nKernels without products that keep all limits: {', '.join(simple)}."
 
 
 def _ops(data: dict[str, Any], measured: dict[str, list[float]]) -> str:

@@ -152,8 +152,8 @@ def test_public_ops_raise(name):
     [
         ("linear_attention", {}, "triton"),
         ("linear_attention", {"granularity": "none"}, "triton"),
-        ("linear_attention", {"granularity": "vector"}, "fla"),
-        ("linear_attention", {"granularity": "vector", "dtype": torch.float32}, "chunked"),
+        ("linear_attention", {"granularity": "vector"}, "triton"),
+        ("linear_attention", {"granularity": "vector", "dtype": torch.float32}, "triton"),
         ("linear_attention", {"dtype": torch.float32}, "triton"),
         ("linear_attention", {"dtype": torch.float64}, "chunked"),
         ("linear_attention", {"key": 8}, "chunked"),
@@ -162,9 +162,8 @@ def test_public_ops_raise(name):
         ("delta_rule", {}, "triton"),
         ("delta_rule", {"granularity": "vector"}, "fla"),
         ("delta_rule", {"dtype": torch.float64}, "chunked"),
-        ("dplr", {}, "fla"),
-        ("dplr", {"granularity": "vector"}, "fla"),
-        ("dplr", {"dtype": torch.float32}, "chunked"),
+        ("dplr", {}, "triton"),
+        ("dplr", {"granularity": "vector", "dtype": torch.float32}, "triton"),
         ("gate_rank", {}, "triton"),
         ("gate_rank", {"dtype": torch.float32}, "triton"),
         ("gate_rank", {"dtype": torch.float64}, "chunked"),
@@ -177,7 +176,7 @@ def test_auto_on_a_gpu(name, fit, expected, gpu):
 
 def test_listed_on_a_gpu(gpu):
     assert ops.available_backends("linear_attention", "cuda") == ["triton", "fla", "chunked", "reference"]
-    assert ops.available_backends("dplr", "cuda:1") == ["fla", "chunked", "reference"]
+    assert ops.available_backends("dplr", "cuda:1") == ["triton", "fla", "chunked", "reference"]
     assert ops.available_backends("gate_rank", CUDA) == ["triton", "chunked", "mask", "reference"]
     assert ops.available_backends("causal_conv1d", CUDA) == ["triton", "chunked", "reference"]
 
@@ -207,9 +206,16 @@ def test_info_says_why_not(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
-    ours = {"linear_attention", "delta_rule", "gate_rank", "ridge_attention", "koopman_attention"}
+    ours = {"linear_attention", "delta_rule", "dplr", "gate_rank", "ridge_attention", "koopman_attention"}
     ours |= {"log_decay", "ordered_spectrum", "causal_conv1d", "l2_normalize", "swiglu", "scale_heads", "rotate"}
-    ours |= {"rms_norm", "rms_norm_of_gated", "rms_norm_of_sigmoid_gated", "gated_head_norm", "token_mix"}
+    ours |= {
+        "rms_norm",
+        "rms_norm_of_gated",
+        "rms_norm_of_sigmoid_gated",
+        "gated_head_norm",
+        "token_mix",
+        "add_rms_norm",
+    }
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}
     assert set(found["fla"][1]) == {*ON_A_STATE, *others}

@@ -86,29 +86,30 @@ def test_the_plan():
 
 def test_rows_of_an_op(monkeypatch):
     jobs = script("gpu_jobs")
-    check, timed = jobs.op_rows("dplr, vector / 16 / ours", "cpu")
+    check, timed = jobs.op_rows("delta_rule, vector / 16 / ours", "cpu")
     assert check["ok"]
     assert 0 < check["error"] < 0.02
     for way in ("forward_ms", "both_ms", "graph_forward_ms", "graph_both_ms"):
         low, high = timed[f"{way}_quartiles"]
         assert 0 < low <= timed[way] <= high
-    (fla,) = jobs.op_rows("dplr, vector / 16 / fla", "cpu")
+    (fla,) = jobs.op_rows("delta_rule, vector / 16 / fla", "cpu")
     assert "not on cpu" in fla["refused"]
-    assert jobs.backends_of("dplr, vector") == ["chunked", "fla"]
+    assert jobs.backends_of("delta_rule, vector") == ["chunked", "fla"]
+    assert jobs.backends_of("dplr, vector") == ["triton", "fla"]
     assert jobs.backends_of("delta_rule, scalar") == ["triton", "fla"]
     assert jobs.backends_of("softmax attention", "fla") == []
 
 
 def test_rows_of_checks():
     jobs = script("gpu_jobs")
-    rows = [*jobs.parity_rows("dplr, scalar / all", "cpu"), *jobs.selfcheck_rows("l2_normalize / all", "cpu")]
+    rows = [*jobs.parity_rows("delta_rule, vector / all", "cpu"), *jobs.selfcheck_rows("l2_normalize / all", "cpu")]
     assert {row["part"] for row in rows} == {"check", "selfcheck"}
     assert all(row["ok"] for row in rows)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     breaking(monkeypatch, lambda call, right: tuple(1.1 * x for x in right(call)))
-    (row,) = script("gpu_jobs").op_rows("dplr, vector / 16 / ours", "cpu")
+    (row,) = script("gpu_jobs").op_rows("delta_rule, vector / 16 / ours", "cpu")
     assert not row["ok"]
     assert row["error"] > 0.05
 
@@ -213,12 +214,12 @@ def test_another_process_compiles_nothing(tmp_path):
 
 
 def breaking(monkeypatch, how):
-    """Replace DPLR's chunked form by `how(call, right)`, except in float64, with which the others are compared."""
+    """Replace the delta rule's chunked form by `how(call, right)`, but not in float64, which is the measure."""
 
     def broken(call):
         return right(call) if call["q"].dtype == torch.float64 else how(call, right)
 
-    right = put_backend(monkeypatch, "dplr", "chunked", broken)
+    right = put_backend(monkeypatch, "delta_rule", "chunked", broken)
 
 
 def chunked_rows(case):
@@ -234,10 +235,10 @@ def test_parity_sees_a_wrong_gradient_of_one_input(monkeypatch):
         return right(call.with_tensors(g=g))
 
     breaking(monkeypatch, how)
-    rows = chunked_rows("dplr, scalar")
+    rows = chunked_rows("delta_rule, vector")
     assert len(rows) == 4
     assert not any(row["ok"] for row in rows)
-    assert {row["worst"] for row in rows} == {"dg"}
+    assert {row["worst"] for row in rows} == {"dgv"}
     assert "**WRONG**" in "\n".join(script("parity").table(rows))
 
 
@@ -248,7 +249,7 @@ def test_parity_sees_what_breaks_down(monkeypatch):
         return right(call)
 
     breaking(monkeypatch, how)
-    rows = chunked_rows("dplr, vector")
+    rows = chunked_rows("delta_rule, vector")
     assert [row["ok"] for row in rows] == [True, False] * 2
     table = script("parity").table(rows)
     assert sum("**FAILED**: RuntimeError: out of shared memory / required 3 |" in line for line in table) == 2
@@ -256,8 +257,8 @@ def test_parity_sees_what_breaks_down(monkeypatch):
 
 def test_parity_lets_a_backend_refuse(monkeypatch):
     limits = lambda op, device, call: "no" if call and call["q"].dtype == torch.float32 else None  # noqa: E731
-    put_backend(monkeypatch, "dplr", "chunked", OPS["dplr"].backends["chunked"].function, limits)
-    rows = chunked_rows("dplr, scalar")
+    put_backend(monkeypatch, "delta_rule", "chunked", OPS["delta_rule"].backends["chunked"].function, limits)
+    rows = chunked_rows("delta_rule, vector")
     assert all(row["ok"] for row in rows)
     assert {row["dtype"] for row in rows if "refused" in row} == {"float32"}
     assert not any("float32" in line for line in script("parity").table(rows))

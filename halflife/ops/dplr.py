@@ -63,6 +63,7 @@ def dplr(
     )  # fmt: skip
 
 
+implements("dplr", "triton", triton.run_dplr, why_not=triton.why_not)
 implements("dplr", "fla", fla.dplr, why_not=fla.why_not)
 implements("dplr", "native", native.run, why_not=native.why_not, steps=True)
 steps_by("dplr", "triton", triton.run_step, triton.why_not_step)

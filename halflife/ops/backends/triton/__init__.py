@@ -1,4 +1,4 @@
-"""Our Triton kernels of linear attention, the delta rule, GateRank, Koopman attention, single tokens and passes.
+"""Our Triton kernels of linear attention, the delta rule, DPLR, GateRank, Koopman attention, single tokens and passes.
 
 The other modules of this package import triton. `run` loads them, and `import halflife` needs torch alone.
 """
@@ -66,11 +66,11 @@ def _absent(device: torch.device) -> str | None:
 
 def _misfit(op: str, call: Call) -> str | None:
     """The reason why the shapes and dtypes of a call do not fit the kernels, or None."""
-    matrices = [call[name] for name in ("q", "k", "v")]
+    matrices = [x for name in ("q", "k", "v", "a", "b") if (x := call.get(name)) is not None]
     gates = [x for name in ("beta", "g_slow", "g_fast", "g") if (x := call.get(name)) is not None]
     if (odd := not_plain(*matrices, *gates, *(call.state or ()))) is not None:
         return odd
-    if op != "linear_attention" and any(x.ndim != 3 for x in gates):
+    if op not in ("linear_attention", "dplr") and any(x.ndim != 3 for x in gates):
         return f"the Triton kernels of {op} take one log-decay per head [B, T, H], not one per channel"
     wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
     if wrong:
@@ -78,7 +78,7 @@ def _misfit(op: str, call: Call) -> str | None:
     dtypes = {x.dtype for x in matrices}
     if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and dtypes != MIXED):
         found = _names(x.dtype for x in matrices)
-        return f"the Triton kernels of {op} take q, k, v in one of {_names(DTYPES)}; got {found}"
+        return f"the Triton kernels of {op} take their matrices in one of {_names(DTYPES)}; got {found}"
     if any(x.dtype not in DTYPES for x in gates):
         return f"the Triton kernels of {op} take gates in {_names(DTYPES)}; got {_names(x.dtype for x in gates)}"
     return None
@@ -119,6 +119,19 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         kernels, gates = torch.ops.halflife.triton_delta, [beta, call.get("g_slow"), decay, initial]
     o, final, *_ = kernels(
         q, k, v, *[None if x is None else x.contiguous() for x in gates], call.packing.cu_seqlens,
+        float(call.output_scale), call.chunk_size,
+    )  # fmt: skip
+    return o, final
+
+
+def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
+    """Run a call of DPLR with any decay: the outputs `[B, T, H, V]` and the final states `[N, H, K, V]`."""
+    load()
+    matrices = [call[name] for name in ("q", "k", "v", "a", "b")]
+    if {x.dtype for x in matrices} == MIXED:
+        matrices = [x.float() for x in matrices]
+    o, final, *_ = torch.ops.halflife.triton_dplr(
+        *matrices, call.decay, call.first_state(torch.float32).contiguous(), call.packing.cu_seqlens,
         float(call.output_scale), call.chunk_size,
     )  # fmt: skip
     return o, final

@@ -1,6 +1,7 @@
 """The kernels as differentiable ops of torch, which `torch.compile` and `torch.export` see as single nodes.
 
-Those of linear attention are in `linear.py` and `vector/`, and those of the delta rule in `delta/`.
+Those of linear attention are in `linear.py` and `vector/`, those of the delta rule in `delta/`, and those of DPLR in
+`dplr/`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton import interpreted, linear
 from halflife.ops.backends.triton.delta import host as delta
+from halflife.ops.backends.triton.dplr import dplr_host as dplr
 from halflife.ops.backends.triton.vector import vector_host as vector
 
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
@@ -117,6 +119,22 @@ def _delta_backward(
     return _present(*delta.backward(q, k, v, beta, g_slow, g_fast, initial, *rest))
 
 
+def _dplr(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, initial: Tensor,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return dplr.forward(q, k, v, a, b, g, initial, cu_seqlens, scale, chunk_size)
+
+
+def _dplr_backward(
+    do: Tensor, dfinal: Tensor, entering: Tensor, transition: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
+    b: Tensor, g: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
+    rest = (entering, transition, cu_seqlens, scale, chunk_size, do, dfinal)
+    return _present(*dplr.backward(q, k, v, a, b, g, initial, *rest))
+
+
 differentiable("triton_linear", 6, _linear, _linear_backward, reads_final=False)
 differentiable("triton_vector", 5, _vector, _vector_backward)
 differentiable("triton_delta", 7, _delta, _delta_backward)
+differentiable("triton_dplr", 7, _dplr, _dplr_backward)

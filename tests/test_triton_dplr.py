@@ -1,0 +1,216 @@
+"""The Triton kernels of DPLR equal the float64 token loop: outputs, states and all gradients.
+
+They are compiled where there is a GPU, and run in Triton's interpreter elsewhere.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    LOG_DECAYS,
+    assert_close,
+    assert_same,
+    call_of,
+    cases,
+    leaves,
+    op_inputs,
+    rounded,
+    slices,
+    with_grads,
+)
+
+from halflife.ops import dplr
+from halflife.ops.backends import triton as kernels
+
+if sys.platform != "linux":
+    pytest.skip("triton has Linux wheels only", allow_module_level=True)
+
+from halflife.ops.backends.triton import segments
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# The worst errors measured over this file's cases (interpreted, where bfloat16 is cut off; with rounding as on a GPU
+# they are at most 8e-3), relative to the largest entry of a tensor. Four times that is allowed.
+WORST = {torch.float32: 4e-7, torch.bfloat16: 2.1e-2, torch.float16: 4.1e-4}
+
+
+def inputs(granularity, length, *, heads=1, key=16, value=16, **options):
+    return op_inputs("dplr", granularity, length, heads=heads, key=key, value=value, **options)
+
+
+def run(arguments, cu_seqlens=None, chunk_size=64, backend="triton"):
+    """Return the outputs and gradients of a backend for these arguments."""
+    arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
+    outputs = dplr(
+        **arguments, scale=0.3, output_final_state=True, cu_seqlens=bounds, chunk_size=chunk_size, backend=backend
+    )
+    return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
+
+
+def check(arguments, dtype=torch.float32, cu_seqlens=None, chunk_size=64, worst=None):
+    """Compare the kernels with the token loop, and return the kernels' results."""
+    arguments = rounded(arguments, dtype)
+    got = run(arguments, cu_seqlens, chunk_size)
+    assert got["state"].dtype == got["dinitial_state"].dtype == torch.float32
+    assert {got[name].dtype for name in ("o", "dq", "da", "db")} == {dtype}
+    want = run({name: x.double() for name, x in arguments.items()}, cu_seqlens, backend="reference")
+    assert_close(got, want, 4 * (worst or WORST[dtype]))
+    return got
+
+
+@cases("granularity, length", ("vector", 0), ("vector", 1), ("none", 7), ("scalar", 18), ("vector", 34))
+def test_lengths(granularity, length):
+    check(inputs(granularity, length))
+
+
+@cases(
+    "granularity, length, dtype",
+    ("vector", 35, torch.bfloat16),
+    ("scalar", 10, torch.float16),
+    pytest.param("none", 70, torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("vector", 40, torch.float16, marks=pytest.mark.slow),
+)
+def test_narrow_inputs(granularity, length, dtype):
+    check(inputs(granularity, length, key=24), dtype)
+
+
+@cases(
+    "key, value",
+    (20, 40),
+    pytest.param(80, 24, marks=pytest.mark.slow),
+    pytest.param(256, 80, marks=pytest.mark.slow),
+    pytest.param(64, 200, marks=pytest.mark.slow),
+)
+def test_head_sizes(key, value):
+    """Head sizes are padded within a block, or fill more than one block."""
+    check(inputs("vector", 18, key=key, value=value))
+
+
+@cases("bounds", (0, 5, 5, 23, 23), pytest.param((0, 0, 0), marks=pytest.mark.slow))
+def test_packed(bounds):
+    """One boundary is inside a chunk. Empty sequences at the start, between and at the end keep their states."""
+    arguments = inputs("vector", bounds[-1], sequences=len(bounds) - 1)
+    got = check(arguments, cu_seqlens=bounds)
+    for row, tokens in enumerate(slices(bounds)):
+        if tokens.start == tokens.stop:
+            assert_same(got["state"][row], arguments["initial_state"][row].float())
+
+
+@cases(
+    "bounds, dtype",
+    (None, torch.float32),
+    pytest.param((0, 5, 5, 38, 38), torch.float32, marks=pytest.mark.slow),
+    pytest.param(None, torch.bfloat16, marks=pytest.mark.slow),
+)
+def test_segments(monkeypatch, bounds, dtype):
+    """Segments of one chunk, of a batch and of packed sequences, which are joined by their transitions."""
+    monkeypatch.setattr(segments, "LEAST_CHUNKS", 1)
+    arguments = inputs("vector", 38, sequences=4 if bounds else 1)
+    check(arguments, dtype, cu_seqlens=bounds, chunk_size=16)
+
+
+@pytest.mark.slow
+@cases("chunk_size", 1, 31, 1000)
+def test_chunk_sizes_heads_and_sequences(chunk_size):
+    check(inputs("vector", 40, batch=2, heads=3), chunk_size=chunk_size)
+
+
+@cases("shared", (1, 2), pytest.param((1, 1), marks=pytest.mark.slow))
+def test_groups(shared):
+    """q and k with fewer heads than v: the results of repeated heads, and gradients that are sums over them."""
+    arguments = rounded(inputs("vector", 17, heads=2), torch.float32)
+    grouped = {**arguments, **{name: arguments[name][:, :, :count] for name, count in zip("qk", shared, strict=True)}}
+    want = run({name: x.double() for name, x in grouped.items()}, backend="reference")
+    assert_close(run(grouped), want, 4 * WORST[torch.float32])
+
+
+@cases(
+    "decay",
+    "mixed",
+    *(pytest.param(decay, marks=pytest.mark.slow) for decay in (0.0, -1e-6, -0.3, -1.0, -20.0, -1000.0, -torch.inf)),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_decays(decay, dtype):
+    """Tokens of one chunk are mild, or not, or some of both; a full reset has no gradient."""
+    arguments = inputs("vector", 34, decay=decay)
+    got = check(arguments, dtype)
+    assert got["dg"][arguments["g"] < -110].count_nonzero() == 0
+
+
+@pytest.mark.slow
+@cases("granularity, floor", *((granularity, floor) for granularity in ("scalar", "vector") for floor in LOG_DECAYS))
+def test_some_strong_decays(granularity, floor):
+    arguments = inputs(granularity, 40)
+    arguments["g"][:, ::7] = floor
+    check(arguments)
+
+
+@pytest.mark.slow
+@cases("strength, worst", (1.0, 3e-7), (2.0, 6.7e-6))
+def test_the_same_direction_again_and_again(strength, worst):
+    """This is the worst system: every token overlaps fully with every other; 2 reflects."""
+    arguments = inputs("none", 40)
+    direction = F.normalize(arguments["a"][:, :1].expand(-1, 40, -1, -1).clone(), dim=-1)
+    check({**arguments, "a": -strength * direction, "b": direction}, worst=worst)
+
+
+def test_nothing_flows_backwards():
+    """Other tokens and decays after t change no bit of the outputs up to t, also where they change the passes."""
+    arguments = rounded(inputs("vector", 40, decay=-0.1), torch.bfloat16)
+    changed = {name: x.clone() for name, x in arguments.items()}
+    for name, x in changed.items():
+        if name != "initial_state":
+            x[:, 20:] = -1000 if name == "g" else 1 - x[:, 20:]
+    assert_same(run(changed)["o"][:, :20], run(arguments)["o"][:, :20])
+
+
+@pytest.mark.slow
+def test_zero_vectors_stay_finite():
+    arguments = {name: torch.zeros_like(x) for name, x in inputs("vector", 20).items()}
+    assert all(x.isfinite().all() for x in run(rounded(arguments, torch.float32)).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["q", "a"])
+def test_a_nan_is_seen_from_its_token_on(name):
+    arguments = rounded(inputs("vector", 40), torch.float32)
+    arguments[name][:, 20] = torch.nan
+    o = run(arguments)["o"]
+    assert o[:, :16].isfinite().all()
+    assert o[:, 20].isnan().all()
+
+
+@pytest.mark.slow
+@cases("granularity, cu_seqlens", ("none", None), ("vector", [0, 2, 5]))
+def test_ops_are_registered_right(granularity, cu_seqlens):
+    """Schemas, gradients and fake tensors, by torch's own check; `torch.compile` and `torch.export` rely on them."""
+    kernels.load()
+    arguments = rounded(inputs(granularity, 5, sequences=2 if cu_seqlens else None), torch.float32)
+    tensors = [None if (x := arguments.get(n)) is None else x.to(DEVICE) for n in ("q", "k", "v", "a", "b", "g")]
+    tensors.append(arguments["initial_state"].to(DEVICE))
+    given = (*tensors, torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None, 0.3, 64)
+    kept = torch.ops.halflife.triton_dplr(*given)[2:]
+    backward = (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *kept, *given)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.halflife.triton_dplr_backward.default, backward, test_utils=checks)
+    given = tuple(x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
+    torch.library.opcheck(torch.ops.halflife.triton_dplr.default, given, test_utils=checks)
+
+
+def test_what_the_kernels_do_not_take():
+    arguments = rounded(inputs("vector", 3), torch.float32)
+    narrow = {name: x.half() if name != "v" else x for name, x in arguments.items() if name != "initial_state"}
+    for message, changes in {
+        None: {},
+        "K = 8": {name: arguments[name][..., :8] for name in "qkabg"} | {"initial_state": None},
+        "V = 257": {"v": arguments["v"].new_zeros(1, 3, 1, 257), "initial_state": None},
+        "float64": {name: arguments[name].double() for name in "qkvab"},
+        "bfloat16": {"a": arguments["a"].bfloat16()},
+    }.items():
+        call = call_of("dplr", {**arguments, **changes})
+        reason = kernels.why_not("dplr", call.device, call)
+        assert reason is None if message is None else message in reason
+    assert dplr(**narrow, backend="triton")[0].dtype == torch.float32  # as in a float16 model
