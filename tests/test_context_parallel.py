@@ -43,7 +43,7 @@ def on_ranks(size, work):
 
     def run(rank):
         try:
-            groups[rank] = ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+            groups[rank] = ProcessGroupGloo(store, rank, size, timedelta(minutes=2))
             found[rank] = work(groups[rank])
         except BaseException as error:
             found[rank] = error
