@@ -76,6 +76,7 @@ def page(tmp_path_factory):
         assert all(url.startswith(page.url) or url.startswith(("blob:", "data:")) for url in page.asked)
         browser.close()
     server.shutdown()
+    server.server_close()
 
 
 def until(page, text):
