@@ -88,7 +88,7 @@ def test_narrow_log_decays():
     assert_close(got, run(wide, "reference"), 4 * WORST[torch.bfloat16])
 
 
-@pytest.mark.parametrize(("key", "value"), [(40, 17), pytest.param(16, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("key", "value"), [(40, 5), pytest.param(16, 80, marks=pytest.mark.slow)])
 def test_head_sizes(key, value):
     """Sizes that are padded within a block, or fill more than one."""
     check(inputs(17, key=key, value=value))
@@ -192,6 +192,16 @@ def test_nothing_flows_backwards():
     for name in "qkvg":
         changed[name][:, 13:] = -1000 if name == "g" else 1 - changed[name][:, 13:]
     assert_same(run(changed)["o"][:, :13], run(arguments)["o"][:, :13])
+
+
+@pytest.mark.parametrize("name", ["g", pytest.param("q", marks=pytest.mark.slow)])
+def test_a_nan_is_seen_from_its_token_on(name):
+    arguments = in_dtype(inputs(20), torch.float32)
+    arguments[name][:, 9, :, 3] = torch.nan
+    got = run(arguments)
+    assert got["o"][:, :9].isfinite().all()
+    assert got["o"][:, 9].isnan().all()
+    assert got["state"][:, :, 3].isnan().all() or name == "q"
 
 
 @pytest.mark.slow

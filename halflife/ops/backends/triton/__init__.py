@@ -17,7 +17,7 @@ from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.call import Call
 
-SIZES = range(16, 257)
+SIZES = range(1, 257)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = {torch.float32, torch.float16}  # all become float32
 MATRICES = ("q", "k", "v", "beta", "a", "b")

@@ -50,9 +50,12 @@ def summed_grads(x, DTYPE: tl.constexpr):
 @triton.jit
 @no_type_check
 def clamped(g):
-    """Convert log-decays to float32 from `FLOOR` on, so that none is infinite."""
+    """Convert log-decays to float32 from `FLOOR` on, so that none is infinite.
+
+    A NaN becomes 0, because in `sums` it would reach tokens before its own.
+    """
     g = g.to(tl.float32)
-    return tl.where(g < FLOOR, FLOOR, g)
+    return tl.where(g == g, tl.where(g < FLOOR, FLOOR, g), 0.0)
 
 
 @triton.jit

@@ -9,7 +9,14 @@ import triton.language as tl
 
 from halflife.ops.backends.triton.gates import dot
 from halflife.ops.backends.triton.segments import segment_tokens
-from halflife.ops.backends.triton.vector.levels import clamped, is_second, level_pairs, level_sums, summed_decays, sums
+from halflife.ops.backends.triton.vector.levels import (
+    clamped,
+    is_second,
+    level_pairs,
+    level_sums,
+    summed_decays,
+    sums,
+)
 from halflife.ops.backends.triton.walks import load, store
 
 
@@ -45,14 +52,17 @@ def prepare_kernel(
         kk = block + tl.arange(0, BK)
         qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
-        gs = clamped(load(g + row, cc, kk, inside, H * K, K, BK))
-        tl.store(total + kk, tl.sum(gs, 0), mask=kk < K)
+        given = load(g + row, cc, kk, inside, H * K, K, BK)
+        gs = clamped(given)
+        tl.store(total + kk, tl.sum(tl.where(given == given, gs, given), 0), mask=kk < K)
         parts = summed_decays(gs, DTYPE)
         store(
             reads + row, qs.to(tl.float32) * tl.exp(sums(upto, parts, PRECISION)) * scale, cc, kk, inside, H * K, K, BK
         )
         store(writes + row, ks.to(tl.float32) * tl.exp(sums(after, parts, PRECISION)), cc, kk, inside, H * K, K, BK)
-        found += tl.where(same, tl.sum(qs.to(tl.float32) * ks.to(tl.float32), 1)[:, None], 0.0)
+        # A NaN among the log-decays is seen at its token, and in the states after its chunk.
+        alike = tl.sum(tl.where(given == given, qs.to(tl.float32) * ks.to(tl.float32), float("nan")), 1)
+        found += tl.where(same, alike[:, None], 0.0)
         for level in range(LEVELS):
             weight = tl.exp(sums(level_sums(cc, cc, level), parts, PRECISION))
             rows = (tl.where(is_second(cc, level)[:, None], qs, ks).to(tl.float32) * weight).to(qs.dtype)
