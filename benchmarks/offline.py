@@ -154,7 +154,7 @@ def name_of(launch: Launch, case: str) -> str:
 
 def trips(launch: Launch) -> int:
     """How many chunks a program of a walk passes, one after another; for a program of one chunk its blocks of rows, or
-    the levels of its pairs of tokens."""
+    the levels of its pairs of tokens (with several blocks this counts the code around the levels too often)."""
     given = launch.arguments
     if "LEVELS" in given:
         return given["LEVELS"] * (math.ceil(given["K"] / given["BK"]) if "reads" in given else 1)

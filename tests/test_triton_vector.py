@@ -124,6 +124,22 @@ def test_segments(short_segments, bounds):
     check(inputs(38, sequences=4 if bounds else 1), cu_seqlens=bounds)
 
 
+def test_no_initial_state_is_zeros(short_segments):
+    """Nor do final states without a gradient change anything."""
+    arguments = in_dtype(inputs(20), torch.float32)
+    arguments["initial_state"].zero_()
+    zeros = run(arguments)
+    del arguments["initial_state"], zeros["dinitial_state"]
+    assert_same(run(arguments), zeros)
+    given = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
+    results = [
+        torch.autograd.grad(linear_attention(**given, backend=backend)[0].square().sum(), list(given.values()))
+        for backend in ("triton", "reference")
+    ]
+    for got, expected in zip(*results, strict=True):
+        assert_close(got, expected, 4 * WORST[torch.float32])
+
+
 @pytest.mark.slow
 @crossed(dtype=[torch.bfloat16, torch.float16], bounds=[None, (0, 40, 70)])
 def test_segments_of_narrow_inputs(short_segments, dtype, bounds):
@@ -205,16 +221,18 @@ def test_a_nan_is_seen_from_its_token_on(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 5]])
-def test_ops_are_registered_right(cu_seqlens):
+@pytest.mark.parametrize(("cu_seqlens", "from_zeros"), [(None, True), (None, False), ([0, 2, 5], False)])
+def test_ops_are_registered_right(cu_seqlens, from_zeros):
     """Schemas, gradients and fake tensors, by torch's own check; `torch.compile` and `torch.export` rely on them."""
     kernels.load()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = in_dtype(inputs(5, sequences=2 if cu_seqlens else None), torch.float32)
     tensors = [x.to(DEVICE) for x in arguments.values()]
+    state = torch.ones_like(tensors[-1])
+    tensors[-1] = None if from_zeros else tensors[-1]
     given = (*tensors, torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None, 0.3, 64)
     kept = torch.ops.halflife.triton_vector(*given)[2:]
-    backward = (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *kept, *given)
+    backward = (torch.ones_like(tensors[2]), None if from_zeros else state, *kept, *given)
     torch.library.opcheck(torch.ops.halflife.triton_vector_backward.default, backward, test_utils=checks)
     given = tuple(x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
     torch.library.opcheck(torch.ops.halflife.triton_vector.default, given, test_utils=checks)

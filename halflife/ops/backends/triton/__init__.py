@@ -109,11 +109,11 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
     beta, decay = call.get("beta"), call.decay
-    linear = beta is None and (decay is None or decay.ndim == 3)  # whose kernels need no states that are zeros
-    initial = None if call.state is None and linear else call.first_state(torch.float32)
+    # The kernels of linear attention need no states that are zeros.
+    initial = None if call.state is None and beta is None else call.first_state(torch.float32)
     if decay is not None and decay.ndim == 4:
         kernels, gates = torch.ops.halflife.triton_vector, [decay, initial]
-    elif linear:
+    elif beta is None:
         kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay, initial]
     else:
         kernels, gates = torch.ops.halflife.triton_delta, [beta, call.get("g_slow"), decay, initial]

@@ -89,15 +89,15 @@ def _linear_backward(
 
 
 def _vector(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return vector.forward(q, k, v, g, initial, cu_seqlens, scale, chunk_size)
 
 
 def _vector_backward(
-    do: Tensor, dfinal: Tensor, entering: Tensor, carried: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-    initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    do: Tensor, dfinal: Tensor | None, entering: Tensor, carried: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     rest = (entering, carried, cu_seqlens, scale, chunk_size, do, dfinal)
     return _present(*vector.backward(q, k, v, g, initial, *rest))
@@ -135,6 +135,6 @@ def _dplr_backward(
 
 
 differentiable("triton_linear", 6, _linear, _linear_backward, reads_final=False)
-differentiable("triton_vector", 5, _vector, _vector_backward)
+differentiable("triton_vector", 5, _vector, _vector_backward, reads_final=False)
 differentiable("triton_delta", 7, _delta, _delta_backward)
 differentiable("triton_dplr", 7, _dplr, _dplr_backward)

@@ -11,11 +11,12 @@ from torch import Tensor
 from halflife.ops.backends.triton.gates import precision_of
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.linear import rows_of
+from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.segments import Segments, block, make_segments
 from halflife.ops.backends.triton.vector.prepare import prepare_kernel
 from halflife.ops.backends.triton.vector.vector_grads import grads_kernel
 from halflife.ops.backends.triton.vector.vector_walk import scan_kernel, walk_kernel
-from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
+from halflife.ops.chunked.groups import grads_of_heads
 
 
 class Tiles(NamedTuple):
@@ -110,12 +111,14 @@ def _launch_walk(call: Operands, back: bool, *written: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def _scan(call: Operands, update: Tensor, carried: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """The states entering the segments, and the last ones of all sequences."""
-    entering, last = torch.empty_like(update), torch.empty_like(first)
+def _scan(
+    call: Operands, update: Tensor, carried: Tensor, first: Tensor | None, back: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The states entering the segments, and the last ones of all sequences; no `first` ones are zeros."""
+    entering, last = torch.empty_like(update), call.new_states(call.segments.num_sequences)
     (key, value), segments = update.shape[2:], call.segments
-    if first.shape[0] * call.heads:
-        launch(scan_kernel, (first.shape[0] * call.heads, triton.cdiv(key * value, 256)))(
+    if last.numel():
+        launch(scan_kernel, (len(last) * call.heads, triton.cdiv(key * value, 256)))(
             update, carried, first, entering, last, segments.sequences, segments.per_sequence, call.heads, key, value,
             back, 256, num_warps=2,
         )  # fmt: skip
@@ -123,19 +126,19 @@ def _scan(call: Operands, update: Tensor, carried: Tensor, first: Tensor, back: 
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs, the final states, and of segments the entering states and their log-decays.
 
-    The last two are empty where each sequence is one segment, and else go to `backward`.
+    No initial states are zeros. The last two are empty where each sequence is one segment, and else go to `backward`.
     """
     call = _prepare(rows_of(q), rows_of(k), rows_of(v), g, cu_seqlens, scale, chunk_size)
     out, count = torch.empty(v.shape, dtype=v.dtype, device=v.device), call.segments.count
     if call.segments.whole:
-        final = torch.empty_like(initial)
+        final = call.new_states(call.segments.num_sequences)
         _walk(call, entering=initial, out=out, leaving=final)
-        return out, final, initial.new_empty(0), initial.new_empty(0)
+        return out, final, final.new_empty(0), final.new_empty(0)
     update, carried = call.new_states(count), q.new_empty(count, call.heads, q.shape[3], dtype=torch.float32)
     _walk(call, leaving=update, carried=carried)
     entering, final = _scan(call, update, carried, initial, back=False)
@@ -144,10 +147,10 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor, entering: Tensor, carried: Tensor,
-    cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, the log-decays and the initial states."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, entering: Tensor, carried: Tensor,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, the log-decays and the initial states. No `dfinal` is zeros."""
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     call = _prepare(q, k, v, g, cu_seqlens, scale, chunk_size)
     segments, heads, tiles, key = call.segments, call.heads, call.tiles, q.shape[3]
@@ -155,7 +158,7 @@ def backward(
     states, after = (call.new_states(len(call.totals), narrow) for _ in range(2))
     dq, dk, dv, dg = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(g)
     if segments.whole:
-        dinitial = torch.empty_like(initial)
+        dinitial = None if initial is None else torch.empty_like(initial)
         _walk(call, entering=initial, states=states)
         _walk_back(call, do, entering=dfinal, out=dv, leaving=dinitial, states=after)
     else:
@@ -171,4 +174,5 @@ def backward(
             v.stride(1), v.stride(2), key, v.shape[3], tiles.chunk, tiles.chunk.bit_length() - 1, precision_of(q),
             tiles.keys, tiles.values, num_warps=4,
         )  # fmt: skip
-    return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dg, dinitial
+    dq, dk = sums_of_parts((dq, q, key), (dk, k, key))
+    return dq, dk, dv, dg, dinitial

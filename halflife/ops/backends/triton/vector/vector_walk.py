@@ -84,7 +84,9 @@ def scan_kernel(
     whole = tl.program_id(0).to(tl.int64) * K * V
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < K * V
-    state = tl.load(first + whole + entry, mask=mask, other=0.0)
+    state = tl.zeros([BLOCK], tl.float32)
+    if first is not None:
+        state = tl.load(first + whole + entry, mask=mask, other=0.0)
     for step in tl.range(0, count, num_stages=4):
         place = (start + (count - 1 - step if BACK else step)) * H + head
         added = tl.load(update + place * K * V + entry, mask=mask, other=0.0)
