@@ -13,6 +13,7 @@ name:
     value("mask rank")         a statement of theory.json
     slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
     accuracy(file, model, test, length, pairs)    one number per seed, at the selected learning rate
+    text_loss(file, model)     the loss on the test text in nats a byte, one number per seed
     loss_above(variant, base)  test losses of a row of the decay grid minus those of another, [budgets, seeds of both]
     parameters(variant)        of the decay grid
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
@@ -345,7 +346,7 @@ class Files:
         )  # fmt: skip
         read = (
             "accuracy", "best_median", "decays", "learned", "loss_above", "loss_from", "mark", "measured", "medians",
-            "op", "parameters", "perplexity", "perplexity_over", "step", "timed", "timescales",
+            "op", "parameters", "perplexity", "perplexity_over", "step", "text_loss", "timed", "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:

@@ -15,19 +15,27 @@ from halflife.report.table import Table
 Budgets = Mapping[int, str]  # steps → file of results
 
 
-def findings(files: Budgets) -> str:
-    """The loss of the second row of each pair minus that of the first, by seed."""
-    grids = [_grid(file) for file in files.values()]
+def findings(forms: Mapping[str, Budgets]) -> str:
+    """The loss of the second row of each pair minus that of the first, by seed, for each form of the rows.
+
+    The paper ran the released forms, so its own differences stand last.
+    """
+    grids = {f"{form}, {steps} steps": _grid(file) for form, files in forms.items() for steps, file in files.items()}
     lines = []
     for finding in FINDINGS:
         for pair in finding.pairs:
-            first, second = (name if name in grids[0] else f"{name}:ours" for name in pair)
-            cells = [differences.write(_difference(grid[first], grid[second]), 3, "+") for grid in grids]
-            paper = [paper_loss(name) for name in (second, first)]
-            printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"
-            lines.append([finding.statement, f"{first}, {second}", *cells, printed])
+            found = [_difference(*(_form(grid, name) for name in pair)) for grid in grids.values()]
+            before, after = (paper_loss(name) for name in pair)
+            paper = "–" if before is None or after is None else f"{after - before:+.3f}"
+            cells = (differences.write(each, 3, "+") for each in found)
+            lines.append([finding.statement, ", ".join(pair), *cells, paper])
     names = ["finding", "first, second"]
-    return Table([*names, *(f"{steps} steps" for steps in files), "paper"], lines, left=names).markdown()
+    return Table([*names, *grids, "paper"], lines, left=names).markdown()
+
+
+def _form(grid: Mapping[str, list[dict[str, str]]], name: str) -> list[dict[str, str]]:
+    """The runs of a row, in the form that the file has."""
+    return next(grid[each] for each in (f"{name}:released", name, f"{name}:ours") if each in grid)
 
 
 def _grid(file: str) -> dict[str, list[dict[str, str]]]:

@@ -28,7 +28,7 @@ A difference is taken on the seeds that both models have; one of perplexities is
 |-----------------|----------------------------------------------------------------------------------------------|
 | overview        | the `overview.json` of the experiment of this name                                           |
 | forecast errors | what the models are → a `forecast.json`; errors of its forecasts by model                    |
-| findings        | steps → a file of results of the decay grid; differences of losses that the paper compares   |
+| findings        | form → steps → a file of results of the decay grid; differences that the paper compares      |
 | powers          | models and cells of koopman-powers                                                           |
 | theory          | a topic of `halflife theory`, and which rows of which of its tables (see theory_tables.py)   |
 | theory errors   | a `theory.json`; errors of spectra by T                                                      |
