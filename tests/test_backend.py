@@ -156,7 +156,7 @@ def test_public_ops_raise(name):
         ("linear_attention", {"granularity": "vector", "dtype": torch.float32}, "triton"),
         ("linear_attention", {"dtype": torch.float32}, "triton"),
         ("linear_attention", {"dtype": torch.float64}, "chunked"),
-        ("linear_attention", {"key": 8}, "chunked"),
+        ("linear_attention", {"key": 8}, "triton"),
         ("linear_attention", {"key": 512}, "chunked"),  # V is 16: fla takes multiples of 64 on Hopper
         ("linear_attention", {"key": 512, "value": 64}, "fla"),
         ("delta_rule", {}, "triton"),
@@ -167,7 +167,7 @@ def test_public_ops_raise(name):
         ("gate_rank", {}, "triton"),
         ("gate_rank", {"dtype": torch.float32}, "triton"),
         ("gate_rank", {"dtype": torch.float64}, "chunked"),
-        ("gate_rank", {"key": 8}, "chunked"),
+        ("gate_rank", {"key": 8}, "triton"),
     ],
 )
 def test_auto_on_a_gpu(name, fit, expected, gpu):

@@ -21,11 +21,13 @@ LAYOUTS = {
 
 
 def assert_owned(state):
-    """Every tensor of a state has the memory of its entries, and shares it with no other tensor of the state."""
+    """Every tensor of a state has the memory of its entries, and shares none but the positions, which layers share."""
     for layer, parts in enumerate(state):
         for name, x in parts.items():
             assert x.untyped_storage().nbytes() == x.nbytes, (layer, name, tuple(x.shape))
-    assert size(state) == sum(x.nbytes for parts in state for x in parts.values())
+    named = [(name.endswith("position"), x) for parts in state for name, x in parts.items()]
+    positions = {x.data_ptr(): x.nbytes for shared, x in named if shared}
+    assert size(state) == sum(x.nbytes for shared, x in named if not shared) + sum(positions.values())
 
 
 def memory(*tensors):
