@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
-from string import Template
 
-from halflife.report.page.embed import data_of, policy, style
+from halflife.report.page.embed import page
 from halflife.report.page.look import look_page
 
 HERE = Path(__file__).parent
@@ -33,10 +31,8 @@ def chat_page(name: str, *, chat: bool, key: bool, most: int) -> str:
     words = {"label": "Message", "send": "Send", "rows": 3, "summary": ANSWERS} if chat else {
         "label": "Text", "send": "Continue", "rows": 14, "summary": CONTINUES,
     }  # fmt: skip
-    return Template((HERE / "chat.html").read_text(encoding="utf-8")).substitute(
-        title=escape(name), policy=policy([script], connect=True), css=style("chat"), script=script, most=most,
-        key=KEY if key else "", data=data_of({"model": name, "chat": chat}), **words,
-    )  # fmt: skip
+    data = {"model": name, "chat": chat}
+    return page("chat", name, script, data, connect=True, most=most, key=KEY if key else "", **words)
 
 
 def live_page(name: str, *, key: bool) -> str:

@@ -7,9 +7,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import torch
 from halflife.analysis.look import HeadLens, Lens
 from halflife.analysis.look.lens import Head
 from halflife.analysis.readable import Progress, ignore
-from halflife.report.page.embed import data_of, policy, style
+from halflife.report.page.embed import page
 
 HERE = Path(__file__).parent
 LARGEST_PAGE = 3_000_000  # bytes
@@ -51,10 +49,7 @@ def look_page(title: str, data: dict[str, Any] | None, above: str = "", script: 
         connect: whether the scripts may ask the server that the page came from.
     """
     script = (HERE / "look.js").read_text(encoding="utf-8") + script
-    return Template((HERE / "look.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title), above=above, policy=policy([script], connect=connect), script=script, css=style("look"),
-        data=data_of(data),
-    )  # fmt: skip
+    return page("look", title, script, data, connect=connect, above=above)
 
 
 def look_data(
