@@ -338,6 +338,9 @@ def test_paper_shows_every_plot_in_light_colours(browser, comparison):
     assert set(inks) == {"rgb(31, 35, 40)"}
     too_wide = "all => all.filter((e) => e.layout.width > e.parentElement.clientWidth || e.layout.width > 720).length"
     assert page.locator(".plot").evaluate_all(too_wide) == 0
+    cut = "all => all.filter((e) => e.scrollWidth > e.clientWidth + 1).length"
+    assert page.locator(".wide").evaluate_all(cut) == 0
+    assert page.locator(".more:not([open])").count() == 0
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 27)"
     assert page.pdf().startswith(b"%PDF")
@@ -358,9 +361,25 @@ def test_everything_has_a_name(name, request):
     assert all(b - a <= 1 for a, b in pairwise(headings))
 
 
+@pytest.mark.parametrize("name", ["shown", "text"])
+def test_captions_have_two_lines_and_the_rest_behind_a_click(name, request):
+    page = request.getfixturevalue(name).page
+    lines = """all => all.map((e) => {
+        const more = e.querySelector(".more"), range = document.createRange();
+        range.selectNodeContents(e);
+        if (more) range.setEndBefore(more);
+        return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size;
+    })"""
+    counts = page.locator("figcaption, .summary caption > span").evaluate_all(lines)
+    assert len(counts) > 2
+    assert max(counts) <= 2
+    page.locator(".more summary").first.click()
+    assert page.locator(".more").first.get_attribute("open") is not None
+
+
 def tables(page, name):
     """Return the numbers under a figure's Data: for each panel a dict from (row, column) to text."""
-    details = page.locator(f"[data-plot={name}] details")
+    details = page.locator(f"[data-plot={name}] .data")
     if details.get_attribute("open") is None:
         details.locator("summary").click()
     details.locator(".wide").nth(page.locator(f"[data-plot={name}] .plot").count() - 1).wait_for()

@@ -649,7 +649,7 @@ def test_the_page_says_what_the_task_is_and_why_the_loss_jumps(tmp_path):
     write_json(folder / "mamba2" / "lr0.01-seed0" / "run.json", {"steps": 400, "stages": stages})
     task, jumps = about(results.read(folder))
     assert task.startswith("The task mqar. Multi-query associative recall")
-    assert jumps == "Training goes from easier to harder tasks, so the loss jumps after step 100, 200."
+    assert jumps == "Training goes from easier to harder tasks, so the loss jumps after step 100 and step 200."
     assert task[:40] in Page(write_report(folder).read_text()).text
 
 

@@ -8,7 +8,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from io import StringIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +18,8 @@ from halflife.files import csv_text
 
 MAX_SPACED_COLUMNS = 10  # on a terminal; more columns stand closer, so that a table fits 80 characters
 PIPE_WIDTH = 200  # characters of a line where the output is no terminal
+
+TWO_LINES = 240  # characters of a page as wide as a laptop
 
 BREAKS = re.compile(r"(?<=[+_./:-])")  # a name may break after these characters
 
@@ -120,7 +124,7 @@ class Table:
 
     def html(self) -> str:
         """The table in HTML with buttons that sort it, or of pairs of a name and a value if it has no headings."""
-        return _template().render(table=self, breakable=BREAKS.split)
+        return _template().render(table=self, breakable=BREAKS.split, captioned=captioned)
 
     def parts(self) -> list[tuple[str, list[tuple[int, str]]]]:
         """The heading above each part of the columns after the first, and (number, heading) of its columns."""
@@ -138,6 +142,15 @@ def _template() -> Any:
     loader = FileSystemLoader(Path(__file__).parent)
     options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     return Environment(loader=loader, **options).get_template("table.html.jinja")
+
+
+def captioned(text: str) -> str:
+    """A caption in HTML: the sentences that fit into two lines, at least one, and the others behind a click."""
+    sentences = re.split(r"(?<=\.) ", escape(text.replace(" %", "\u00a0%")))
+    ends = accumulate(len(sentence) + 1 for sentence in sentences)
+    shown = max(1, sum(end <= TWO_LINES for end in ends))
+    more = f'<details class="more"><summary>More</summary>{" ".join(sentences[shown:])}</details>'
+    return " ".join(sentences[:shown]) + more * (shown < len(sentences))
 
 
 def pairs(title: str, entries: Mapping[str, Any]) -> Table:

@@ -38,7 +38,8 @@ LEARNING_RATE = Column("learning rate", "learning_rate", {}, lambda value: f"{va
 def comparison_page(run: Comparison) -> dict[str, Any]:
     """The variables of the page's template, without the figures."""
     first = [said] if (said := recall_sentence([vars(score) for score in run.scores])) else []
-    return sweep_page(run, [*first, *about(run), *findings(run), *not_learned(run)], _table(run))
+    said = [*first, *findings(run), *not_learned(run), *about(run)]
+    return {**sweep_page(run, said[:1], _table(run)), "notes": said[1:]}
 
 
 def about(run: Comparison) -> list[str]:
@@ -47,11 +48,11 @@ def about(run: Comparison) -> list[str]:
     config = read_json_object(first.path / RUN_JSON) if first else {}
     stages, said = config.get("stages", []), []
     for name in dict.fromkeys(task["name"] for stage in stages for task in stage if task.get("name") in TASKS.names()):
-        said.append(f"The task {name}. {TASKS.summary(name)}")
+        said.append(f"The task {name}. {TASKS.summary(name).replace('`', '')}")
     begins = [i * config.get("steps", 0) // len(stages) for i in range(1, len(stages)) if stages[i] != stages[i - 1]]
     if begins:
-        steps = ", ".join(f"{step:,}" for step in begins)
-        said.append(f"Training goes from easier to harder tasks, so the loss jumps after step {steps}.")
+        steps = " and ".join(f"step {step:,}" for step in begins)
+        said.append(f"Training goes from easier to harder tasks, so the loss jumps after {steps}.")
     return said
 
 

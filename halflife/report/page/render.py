@@ -18,6 +18,7 @@ from halflife.report.page.embed import data_of, policy, style
 from halflife.report.page.language import language_page
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.style import HEAT_COLOURS, INK
+from halflife.report.table import captioned
 from halflife.runs.folder import REPORT_HTML, FolderKind, folder_kind
 from halflife.runs.records import Comparison, LanguageRun
 
@@ -53,7 +54,7 @@ def render(page: dict[str, Any]) -> str:
         page, plots=plots, css=Markup(style("report")),
         scripts=[Markup(script) for script in scripts], policy=policy(scripts, images=True),
         data=Markup(data_of(data)),
-        ink=INK, slowest=f"{SLOWEST:,.0f}", fastest=f"{FASTEST:g}",
+        captioned=captioned, ink=INK, slowest=f"{SLOWEST:,.0f}", fastest=f"{FASTEST:g}",
     )  # fmt: skip
 
 

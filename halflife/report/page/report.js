@@ -219,12 +219,17 @@ const report = (() => {
   addEventListener("beforeprint", () => {
     before = root.style.colorScheme;
     root.style.colorScheme = "light";
-    root.classList.add("printing"); // as narrow as paper, because plots do not shrink by themselves
+    root.classList.add("printing"); // as narrow as paper, because plots and tables do not shrink by themselves
+    for (const one of find(".more")) one.open = true;
+    for (const box of find(".wide"))
+      if (box.clientWidth) box.firstElementChild.style.zoom = Math.min(1, box.clientWidth / box.scrollWidth);
     repaint(true);
   });
   addEventListener("afterprint", () => {
     root.style.colorScheme = before;
     root.classList.remove("printing");
+    for (const one of find(".more")) one.open = false;
+    for (const box of find(".wide")) box.firstElementChild.style.zoom = "";
     repaint();
   });
 
