@@ -22,11 +22,11 @@ $(VENV)/installed-dev: $(VENV)/installed
 native: $(VENV)/installed
 	-$(BIN)/halflife build
 
-# HALFLIFE_DEMO=quick trains two models for 400 steps, in a minute.
+# The lens opens in a browser where there is one; HALFLIFE_OPEN=0 prevents it. HALFLIFE_DEMO=quick trains two models for 400 steps, in a minute.
 demo: MODELS = $(if $(filter quick,$(HALFLIFE_DEMO)),retnet gated_deltanet --steps 400,retnet mamba2 gated_deltanet)
 demo: native
 	$(BIN)/halflife compare $(MODELS) --task mqar --scale smoke --name demo
-	$(BIN)/halflife look "$$(ls -td runs/*-demo | head -1)" --model gated_deltanet
+	$(BIN)/halflife look "$$(ls -td runs/*-demo | head -1)" --model gated_deltanet --open
 
 # The report page is tested in a browser. Who is not root installs one, or sees why those tests are skipped.
 chromium:

@@ -116,7 +116,7 @@ def test_compare_end_to_end(tmp_path, capsys):
 
 @cases(
     "arguments, message",
-    (["compare"], "at least one model"),
+    (["compare", "--scale", "smoke"], "at least one model"),
     (["compare", "mamba22"], "Did you mean 'mamba2'"),
     (["compare", "mamba2", "--scale", "big"], "smoke, small, paper"),
     (["compare", "--steps", "4", "--resume", "x"], "leave out steps"),
@@ -334,13 +334,17 @@ def test_output_without_a_reader_ends_quietly(arguments, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("name", ["look", "convert", "figures", "tokenizer", "diagnose", "serve"])
-def test_a_command_without_what_it_needs_shows_its_examples(name, capsys):
+@pytest.mark.parametrize(("name", "needs"), [
+    ("look", "a folder"), ("convert", "a source and a target"), ("figures", "a run"), ("tokenizer", "a text"),
+    ("diagnose", "a folder"), ("serve", "a checkpoint"), ("export", "a checkpoint and --onnx"),
+    ("compare", "models or --experiment"), ("train", "a model and --data"), ("mask", "a folder or --example"),
+])  # fmt: skip
+def test_a_command_without_what_it_needs_shows_its_examples(name, needs, capsys):
     with pytest.raises(SystemExit) as stop:
         main([name])
     said = capsys.readouterr().err
     assert stop.value.code == 2
-    assert said.startswith(f"halflife: {name} needs a ")
+    assert said.startswith(f"halflife: {name} needs {needs}. ")
     assert f"halflife {name} " in said.split("examples:")[1]
 
 
@@ -348,6 +352,8 @@ def test_an_unknown_command_and_a_missing_folder_say_what_there_is(refused, tmp_
     assert "unknown command 'memry'. Did you mean 'memory'?" in refused("memry")
     monkeypatch.chdir(tmp_path)
     assert "there is no folder nope; make one with: halflife compare mamba2" in refused("spectrum", "nope")
+    assert "there is no folder nope; make one with: halflife compare mamba2" in refused("figures", "nope")
+    assert "there is no folder nope; make one with: halflife train mamba2" in refused("generate", "nope", "The")
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/config.json").write_text("{}")
     assert "there is no folder nope; the newest here: runs/mine" in refused("spectrum", "nope")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import webbrowser
 import zlib
 from base64 import b64decode
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from halflife.analysis.look.observe import READ, Place, observe
 from halflife.analysis.look.readings import OpReading
 from halflife.cli import main
 from halflife.cli.measure.look import _best_label
+from halflife.cli.options import open_page
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.ops import available_backends
@@ -373,6 +375,36 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["look", *arguments, "--exact", str(tmp_path / "exact.npz")])
     assert "--heads names" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", [None, "DISPLAY", "HALFLIFE_OPEN", "CI", "SSH_CONNECTION", "tty"])
+def test_a_page_is_opened_at_a_terminal_of_a_desktop_alone(variable, tmp_path, monkeypatch, capsys):
+    """Each of these is enough to open none. A browser that cannot be started is no error."""
+    opened = []
+    for name in ("CI", "SSH_CONNECTION", "HALFLIFE_OPEN", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("DISPLAY", ":0")
+    if variable and variable != "tty":
+        monkeypatch.setenv(variable, {"DISPLAY": "", "HALFLIFE_OPEN": "0"}.get(variable, "1"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: variable != "tty")
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    open_page(tmp_path / "look.html")
+    assert opened == ([(tmp_path / "look.html").as_uri()] if variable is None else [])
+    assert ("HALFLIFE_OPEN=0" in capsys.readouterr().out) == (variable is None)
+
+    def fails(url):
+        raise webbrowser.Error("no browser")
+
+    monkeypatch.setattr("webbrowser.open", fails)
+    open_page(tmp_path / "look.html")
+
+
+def test_a_lens_beside_a_report_links_to_it(tmp_path):
+    lens = halflife.look(tiny("mamba2", vocab_size=256).float(), torch.arange(6))
+    assert "report.html" not in lens.save(tmp_path / "look.html").read_text()
+    (tmp_path / "report.html").touch()
+    assert '<a href="report.html">' in lens.save(tmp_path / "look.html").read_text()
 
 
 def test_a_model_that_was_trained_several_times_is_found_by_its_name(tmp_path, monkeypatch):

@@ -349,7 +349,7 @@ def test_example_needs_no_model(tmp_path, capsys):
     (["{run}/.."], "what its model was trained on"),
     (["{run}/../plain"], "no layer with one decay per head"),
     (["{run}", "--example"], "--example alone"),
-    ([], "name at least one checkpoint"),
+    (["--tokens", "8"], "name at least one checkpoint"),
 )
 def test_errors_are_one_line_and_exit_code_2(run_dir, tmp_path, refused, arguments, message):
     (tmp_path / "empty").write_bytes(b"")

@@ -21,6 +21,12 @@ def cells(path, kind="code"):
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
 
 
+def extras(text):
+    """The extras that the first cell installs, of the checkout two folders up."""
+    (named,) = re.findall(r"%pip install --quiet '\.\./\.\.\[(.+)\]'", text)
+    return named.split(",")
+
+
 def pictures(cell):
     return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
 
@@ -39,9 +45,9 @@ def test_it_is_stored_with_pictures_and_without_errors(path):
 @each
 def test_its_first_cell_installs_what_is_missing_and_its_links_lead_somewhere(path):
     first = "".join(cells(path)[0]["source"])
-    (named,) = re.findall(r"%pip install --quiet '(.+)'", first)
-    extras = (ROOT / "pyproject.toml").read_text()
-    assert all(re.search(rf"^{extra} = \[", extras, re.M) for extra in Requirement(named).extras)
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", declared, re.M) for extra in extras(first))
+    assert f"halflife-lm[{','.join(extras(first))}]" in first  # for the day on which the package is published
     assert "find_spec" in first
     text = "".join(line for cell in cells(path, "markdown") for line in cell["source"])
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
@@ -93,16 +99,15 @@ def like_colab(path, wheel, folder, monkeypatch):
     environment = venv.EnvBuilder(symlinks=True)
     environment.create(folder / "bare")
     site = next((folder / "bare").glob("lib/python*/site-packages"))
-    named = Requirement(re.findall(r"%pip install --quiet '(.+)'", path.read_text())[0])
-    needed = [r for extra in ("", *named.extras) for r in chosen(declared(wheel), extra)]
-    link([*needed, Requirement("ipykernel"), Requirement("pip")], site)
+    needed = [r for extra in ("", *extras(path.read_text())) for r in chosen(declared(wheel), extra)]
+    link([*needed, *map(Requirement, ("ipykernel", "pip", "hatchling"))], site)
     argv = [str(folder / "bare/bin/python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (folder / "kernels/bare").mkdir(parents=True)
     kernel = {"argv": argv, "display_name": "bare", "language": "python"}
     (folder / "kernels/bare/kernel.json").write_text(json.dumps(kernel))
     for name in [name for name in os.environ if name.startswith(("PIP_", "PYTHONPATH"))]:
         monkeypatch.delenv(name)
-    settings = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheel.parent, "PIP_CONFIG_FILE": os.devnull}
+    settings = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": os.devnull}
     settings |= {"JUPYTER_PATH": folder, "IPYTHONDIR": folder / "ipython", "HALFLIFE_CACHE": folder / "cache"}
     for name, value in settings.items():
         monkeypatch.setenv(name, str(value))
@@ -111,17 +116,21 @@ def like_colab(path, wheel, folder, monkeypatch):
 
 @each
 @pytest.mark.slow
-def test_every_cell_runs_in_an_empty_folder_and_the_first_installs_halflife(path, wheel, tmp_path, monkeypatch):
-    """As after an upload to Colab. Pip takes the wheel of this checkout, and finds what it requires installed."""
+def test_every_cell_runs_and_the_first_installs_the_checkout(path, wheel, tmp_path, monkeypatch):
+    """Pip builds the package from the checkout in which the notebook lies, and finds what it requires installed."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     site = like_colab(path, wheel, tmp_path, monkeypatch)
     assert not (site / "halflife").exists()
     book = nbformat.read(path, 4)
     stored = [pictures(cell) for cell in book.cells]
-    (tmp_path / "empty").mkdir()
-    resources = {"metadata": {"path": str(tmp_path / "empty")}}
+    notebooks = tmp_path / "checkout" / "docs" / "notebooks"
+    notebooks.mkdir(parents=True)
+    shutil.copytree(ROOT / "halflife", tmp_path / "checkout" / "halflife", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "checkout" / name)
+    resources = {"metadata": {"path": str(notebooks)}}
     nbclient.NotebookClient(book, timeout=600, kernel_name="bare", resources=resources).execute()
     assert (site / "halflife" / "__init__.py").exists()
     assert [pictures(cell) for cell in book.cells] == stored
-    assert not list((tmp_path / "empty").iterdir())
+    assert not list(notebooks.iterdir())

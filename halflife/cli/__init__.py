@@ -16,6 +16,7 @@ from halflife import __version__, extensions
 from halflife.cli.groups import option_types, replace_options
 from halflife.cli.options import check_device, one_line_errors, one_line_warnings, read_options, silence_stdout
 from halflife.extras import EXTRAS, install, missing, require
+from halflife.files import CONFIG_JSON
 from halflife.layers import LAYERS
 from halflife.registry import unknown
 
@@ -76,6 +77,8 @@ NEEDS = {
     "throughput": _FIGURES, "diagnose": _PAGE, "tokenizer": ("transformers",), "serve": ("fastapi", "uvicorn"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
 }  # fmt: skip
+# What commands need that have a choice, so that no option of theirs is required.
+CHOICES = {"compare": ["models or --experiment"], "train": ["a model", "--data"], "mask": ["a folder or --example"]}
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
 
 
@@ -134,7 +137,10 @@ def _say(error: Exception) -> str:
         what = "the command line" if EXTRAS[name] == "cli" else "this command"
         return f"{missing(what, name)}, or {install('all')} for every command"
     if isinstance(error, FileNotFoundError) and error.strerror and error.filename:  # Python's own "[Errno 2] …"
-        return f"there is no file {error.filename}"
+        missed = Path(error.filename)
+        if missed.name == CONFIG_JSON and not missed.parent.exists():
+            return f"there is no folder {missed.parent}; make one with: halflife train mamba2 --data notes.txt"
+        return f"there is no file {missed}"
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror.lower()}"
     if str(error).startswith("there is no folder "):
@@ -174,7 +180,7 @@ def parse(arguments: list[str], **options: Any) -> Any:
         name, *rest = arguments
         if name not in COMMANDS:
             raise unknown("command", name, list(COMMANDS))
-        if not rest and (lacking := _required(command_class(name))):
+        if not rest and (lacking := CHOICES.get(name) or _required(command_class(name))):
             raise ValueError(f"{name} needs {' and '.join(lacking)}. {_about(command_class(name))}")
         return tyro.cli(
             command_class(name), args=_joined(rest, command_class(name)), prog=f"halflife {name}", **options
@@ -185,8 +191,11 @@ def parse(arguments: list[str], **options: Any) -> Any:
 def _required(command: type) -> list[str]:
     """The options without which a command cannot begin."""
     absent = (dataclasses.MISSING, dataclasses.MISSING)
-    needed = [one.name for one in dataclasses.fields(command) if (one.default, one.default_factory) == absent]
-    return [f"a {name.removesuffix('s')}".replace("_", " ") for name in needed]
+    needed = [one for one in dataclasses.fields(command) if (one.default, one.default_factory) == absent]
+    return [
+        f"a {one.name.removesuffix('s')}" if str(one.type).startswith("Positional") else f"--{one.name}"
+        for one in needed
+    ]
 
 
 def _about(command: type) -> str:

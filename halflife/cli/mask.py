@@ -10,8 +10,7 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Mask:
-    """Show the decay masks of trained models with one decay a head, with one state, GateRank or log-linear
-    attention.
+    """Show the decay masks of trained models with one decay a head: one state, GateRank or log-linear attention.
 
     The table has a row for each head: resets in a sequence, mean tokens between resets, half-lives at the mean
     log-decay, and the rank of the mask's blocks below the diagonal. The picture shows Γ, Λ and their product for one

@@ -275,6 +275,23 @@ def new_folder(name: str) -> Path:
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace('/', '-')}"
 
 
+def open_page(page: Path) -> None:
+    """Open a page in the browser of a desktop, for someone at a terminal who did not set HALFLIFE_OPEN=0.
+
+    Nothing is opened over ssh or in CI, and it is no error if there is no browser.
+    """
+    environment = os.environ
+    screen = sys.platform in ("darwin", "win32") or any(environment.get(x) for x in ("DISPLAY", "WAYLAND_DISPLAY"))
+    elsewhere = any(environment.get(x) for x in ("CI", "SSH_CONNECTION")) or environment.get("HALFLIFE_OPEN") == "0"
+    if not screen or elsewhere or not sys.stdout.isatty():
+        return
+    import webbrowser
+
+    with suppress(webbrowser.Error, OSError):
+        if webbrowser.open(page.resolve().as_uri()):
+            print("opened in a browser, which HALFLIFE_OPEN=0 prevents")
+
+
 def default_device(device: str | None) -> str:
     """Return `device`, or if it is None the GPU where there is one, else the CPU."""
     import torch

@@ -20,7 +20,10 @@ from halflife.extras import require
 from halflife.files import RUN_JSON, read_bytes, read_json_object, write_text
 from halflife.models import LanguageModel
 from halflife.report.page.look import BUDGET, Pair, look_data, look_page, typical_heads
+from halflife.runs.folder import REPORT_HTML
 from halflife.tasks import build, stream_seed
+
+REPORT = f'<p class="hint">The curves of all models are in <a href="{REPORT_HTML}">the report</a>.</p>\n'
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,12 @@ class Look(Lens):
     pairs: tuple[Pair, ...] = ()
     numbers: bool = field(default=False, repr=False)  # whether tokens are shown as their ids
 
-    def html(self, chosen: Sequence[Head] = (), progress: Progress = ignore) -> str:
-        """The page, with the numbers of the `chosen` heads in any case; `progress` is called with 1 for each head."""
-        return look_page(self.title, self.data(chosen, progress))
+    def html(self, chosen: Sequence[Head] = (), progress: Progress = ignore, above: str = "") -> str:
+        """The page, with the numbers of the `chosen` heads in any case, and with the HTML `above` the lens.
+
+        `progress` is called with 1 for each head.
+        """
+        return look_page(self.title, self.data(chosen, progress), above)
 
     def data(self, chosen: Sequence[Head] = (), progress: Progress = ignore, budget: int = BUDGET) -> dict[str, Any]:
         """What the page draws, as JSON, in about `budget` bytes."""
@@ -49,8 +55,8 @@ class Look(Lens):
         )
 
     def save(self, path: str | Path, chosen: Sequence[Head] = (), progress: Progress = ignore) -> Path:
-        """Write the page of `html`, and return its path."""
-        write_text(Path(path), self.html(chosen, progress))
+        """Write the page of `html`, and return its path. It links to the report of a run in the same folder."""
+        write_text(Path(path), self.html(chosen, progress, REPORT * (Path(path).parent / REPORT_HTML).is_file()))
         return Path(path)
 
     def picture(self, path: str | Path) -> Path:

@@ -227,6 +227,8 @@ def _text(path: Path) -> str:
 
 def _present(reader: Callable[..., Any], path: Path, **options: Any) -> Any:
     """Read a file that must exist."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {_EXPECTED}")
     return reader(path, **options)

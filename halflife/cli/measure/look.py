@@ -57,13 +57,15 @@ class Look:
     """Also write a film of ten seconds in which the cursor moves across the text, .webp, .png or .gif."""
     device: str | None = None
     """Device of the model. Default: the GPU if there is one, else the CPU."""
+    open: bool = False
+    """Open the page in a browser, at a terminal of a desktop. The variable HALFLIFE_OPEN=0 prevents it."""
     quiet: bool = False
     """Do not draw a progress bar."""
 
     def run(self) -> None:
         from halflife.analysis.look.foreign import has_readings
         from halflife.analysis.look.tables import write_exact
-        from halflife.cli.options import default_device, progress_bar
+        from halflife.cli.options import default_device, open_page, progress_bar
         from halflife.extras import require
         from halflife.models.load import checkpoints
         from halflife.registry import unknown
@@ -103,6 +105,8 @@ class Look:
         if self.film is not None:
             print(f"written: {lens.film(self.film)}")
         print(f"written: {output}")
+        if self.open:
+            open_page(output)
 
 
 def lens_of(

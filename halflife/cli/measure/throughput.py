@@ -50,7 +50,7 @@ class Throughput:
     """The folder to write. Default: runs/<time>-throughput."""
 
     def run(self) -> None:
-        from halflife.cli.options import default_device, new_folder
+        from halflife.cli.options import default_device, new_folder, say
         from halflife.evaluation.throughput import measure_steps
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import step_times
@@ -61,6 +61,7 @@ class Throughput:
         device = default_device(self.device)
         if device == "cpu":
             keep_freed_memory()  # as `halflife train` does
+        say(f"timing steps of {', '.join(self.models)} on {device}, in turns")
         result = measure_steps(
             self.models, self.lengths, tokens=self.tokens, hidden_size=self.hidden_size, num_layers=self.num_layers,
             num_heads=self.num_heads, vocab_size=self.vocab_size, device=device, bf16=self.bf16,
