@@ -114,6 +114,8 @@ def measure(processes, threads, arguments, **changed):
     command += [word for name, value in (options | changed).items() for word in (f"--{name}", str(value))]
     start = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if arguments.what != "speed":  # freed tensors below 32 MiB, a rank's but not those of the whole, would be kept
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     done = subprocess.run([sys.executable, *start, *command], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])

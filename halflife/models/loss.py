@@ -18,6 +18,8 @@ from halflife.ops.linear import is_fast
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
+# A CPU is fastest with logits that its cache holds (8 MiB), but a large head is to be read for many tokens at once.
+CACHED_LOGITS, MANY_TOKENS = 1 << 21, 512
 
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -37,9 +39,9 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
 
-    Up to `LOGITS` logits are computed at once. More are computed by `ChunkedLoss`; its gradients cannot be
-    differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its chunks take
-    5 to 13 times as long, and for bfloat16 its loss is off by 15 % (docs/benchmarks.md).
+    The logits of up to `tokens_at_once` tokens are computed at once. More are computed by `ChunkedLoss`; its gradients
+    cannot be differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its
+    chunks take 5 to 13 times as long, and for bfloat16 its loss is off by 15 % (docs/benchmarks.md).
 
     Args:
         hidden: `[N, D]`. Under autocast, the products have its precision.
@@ -50,7 +52,7 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
     weight = _plain_weight(head)
     if weight is None:
         return _recomputed_loss(hidden, head, labels)
-    if len(hidden) * len(weight) <= LOGITS:
+    if len(hidden) <= tokens_at_once(len(weight), hidden.device.type):
         return F.cross_entropy(_wide(logits_of(hidden, weight)), labels)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -78,7 +80,7 @@ def _recomputed_loss(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
     def part(hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(_wide(head(hidden)), labels, reduction="sum")
 
-    rows = _rows(head)
+    rows = _rows(head, hidden)
     chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
     sums = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
     return torch.stack(sums).sum() / len(hidden)
@@ -91,7 +93,7 @@ def token_losses(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Te
     """
     weight = _plain_weight(head)
     read: Any = head if weight is None else partial(logits_of, weight=weight)
-    rows = _rows(head)
+    rows = _rows(head, hidden)
     pairs = zip(hidden.split(rows), labels.split(rows), strict=True)
     return torch.cat([F.cross_entropy(_wide(read(h)), y, reduction="none", ignore_index=IGNORED) for h, y in pairs])
 
@@ -101,9 +103,16 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _rows(head: Tensor | nn.Module) -> int:
+def tokens_at_once(vocabulary: int, device: str) -> int:
+    """The number of tokens whose logits are computed at once on a type of device."""
+    most = max(1, LOGITS // vocabulary)
+    return min(most, max(MANY_TOKENS, CACHED_LOGITS // vocabulary)) if device == "cpu" else most
+
+
+def _rows(head: Tensor | nn.Module, hidden: Tensor) -> int:
     """The tokens of a chunk."""
-    return max(1, LOGITS // (len(head) if isinstance(head, Tensor) else getattr(head, "out_features", 1 << 17)))
+    vocabulary = len(head) if isinstance(head, Tensor) else getattr(head, "out_features", 1 << 17)
+    return tokens_at_once(vocabulary, hidden.device.type)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -117,7 +126,7 @@ class ChunkedLoss(torch.autograd.Function):
         loss = _wide(hidden.new_zeros(()))
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=loss.dtype) if ctx.needs_input_grad[1] else None
-        rows = _rows(weight)
+        rows = _rows(weight, hidden)
         for first in range(0, len(hidden), rows):
             part, target = hidden[first : first + rows], labels[first : first + rows].unsqueeze(1)
             log_p = _wide(logits_of(part, weight)).log_softmax(-1)

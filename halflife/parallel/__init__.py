@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from halflife.models.lm import Backbone
 from halflife.packing import Packing
 from halflife.parallel.pieces import Piece, Pieces
 
-__all__ = ["ContextParallel", "Piece", "Pieces", "context_parallel"]
+__all__ = ["ContextParallel", "InTurn", "Piece", "Pieces", "context_parallel", "read_as_a_whole"]
 
 HEADER = 2  # numbers before each message: the bytes of its description and of its tensors
 UNDER_WAY = 4  # messages that a rank may have sent before the first of them is received: two states
@@ -55,8 +55,7 @@ def context_parallel(model: nn.Module, group: Any = None) -> ContextParallel:
         ValueError: the model has layers that read a sequence in pieces otherwise than as a whole; there is no process
             group; or the module holds no model of ours.
     """
-    names = [name for name, part in model.named_modules() if isinstance(part, Mixer) and not part.reads_in_pieces]
-    if names:
+    if names := read_as_a_whole(model):
         raise ValueError(f"these layers read a sequence in pieces otherwise than as a whole: {', '.join(names)}")
     backbones = [part for part in model.modules() if isinstance(part, Backbone)]
     if not backbones:
@@ -65,6 +64,11 @@ def context_parallel(model: nn.Module, group: Any = None) -> ContextParallel:
     for backbone in backbones:
         backbone.context_parallel = context
     return context
+
+
+def read_as_a_whole(model: nn.Module) -> list[str]:
+    """The names of the layers that read a sequence in pieces otherwise than as a whole."""
+    return [name for name, part in model.named_modules() if isinstance(part, Mixer) and not part.reads_in_pieces]
 
 
 class ContextParallel:
@@ -190,6 +194,26 @@ class ContextParallel:
             tensors[name] = body[start:stop].view(kind).view(shape).clone()
             start = stop
         return tensors, [name for name, *_, is_trained in listed if is_trained]
+
+
+class InTurn(ContextParallel):
+    """The pieces of a sequence one after the other in this process, without gradients."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self._states: deque[State] = deque()  # of the blocks, in their order
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces, each of which a model has to read before the next."""
+        for rank in range(self.size):
+            self.rank = rank
+            yield Piece(rank, self.size)
+
+    def _send(self, rank: int, tensors: State, trained: list[str]) -> None:
+        self._states.append(tensors)
+
+    def _receive(self, rank: int, device: torch.device) -> tuple[State, list[str]]:
+        return self._states.popleft(), []
 
 
 def _local(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from halflife import extensions
 from halflife.data.trust import SIGNATURE, sign
 from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, flatten, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
-from halflife.models.loss import mean_loss
+from halflife.models.loss import mean_loss, token_losses
 from halflife.ops.linear import fast_linears
 from halflife.tasks import IGNORED
 from halflife.training.carried import CarriedStates
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from halflife.parallel import ContextParallel
     from halflife.training.callbacks import Metrics
     from halflife.training.speed import Speed
+
+READ_AT_ONCE = (
+    1 << 14
+)  # tokens of a row that a measurement reads at once, so that its memory does not grow with the row
 
 
 class Objective(nn.Module):
@@ -65,6 +69,8 @@ class Objective(nn.Module):
             action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
             part: in training, the micro-batch of rows that continue others, see `CarriedStates`.
         """
+        if not torch.is_grad_enabled() and action_mask is None and input_ids.shape[1] > READ_AT_ONCE:
+            return {"loss": self._loss_of_long_rows(input_ids, labels, cu_seqlens)}
         call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
         carried = part if self.model.training else None
         state = None if carried is None else self.carried.before(carried)
@@ -81,6 +87,23 @@ class Objective(nn.Module):
         else:
             loss = mean_loss(hidden[scored], self.model.head_or_weight, labels[scored])
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
+
+    def _loss_of_long_rows(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """The mean loss, one piece of the rows after the other where the model can read pieces."""
+        from halflife.parallel import InTurn, read_as_a_whole
+
+        pieces = 1 if read_as_a_whole(self.model) else math.ceil(ids.shape[1] / READ_AT_ONCE)
+        line, nats = InTurn(pieces), []
+        self.model.context_parallel = line
+        try:
+            for piece in line.pieces():
+                bounds = None if cu_seqlens is None else piece.boundaries(cu_seqlens)
+                hidden, _ = self.model.hidden(piece.of(ids), cu_seqlens=bounds)
+                losses = token_losses(hidden.flatten(0, 1), self.model.head_or_weight, piece.of(labels).flatten())
+                nats.append(losses.double().sum())
+        finally:
+            self.model.context_parallel = None
+        return torch.stack(nats).sum() / (labels != IGNORED).sum()
 
 
 def check_run_folder(config: TrainConfig, folder: Path) -> bool:

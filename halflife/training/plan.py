@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halflife.models import LanguageModel
-from halflife.models.loss import LOGITS
+from halflife.models.loss import tokens_at_once
 from halflife.registry import Registry
 from halflife.training.config import TrainConfig
 from halflife.training.estimate import BYTES_PER_PARAMETER, Costs, Line, model_costs, peak_memory
@@ -73,7 +73,7 @@ class Needs:
 
     Attributes:
         parameters: of the model.
-        block: of its largest block.
+        block, outside: of its largest block, and outside its blocks.
         layers, width, vocabulary: of the model.
         costs, peak: see `model_costs` and `peak_memory`.
         rows, length, steps: rows of a batch, their tokens, and steps of the run.
@@ -83,6 +83,7 @@ class Needs:
 
     parameters: int
     block: int
+    outside: int
     layers: int
     width: int
     vocabulary: int
@@ -100,9 +101,9 @@ class Needs:
 
         with torch.device("meta"):
             model = LanguageModel(config.model)
-        block = max(sum(x.numel() for x in one.parameters()) for one in model.blocks)
+        blocks, total = [sum(x.numel() for x in one.parameters()) for one in model.blocks], model.num_parameters()
         return cls(
-            model.num_parameters(), block, len(model.blocks), config.model.hidden_size, config.model.vocab_size,
+            total, max(blocks), total - sum(blocks), len(blocks), config.model.hidden_size, config.model.vocab_size,
             model_costs(config.model, config.bf16), peak_memory(config.model, config.bf16),
             config.batch_size, length, config.steps, recompute, fsdp,
         )  # fmt: skip
@@ -115,7 +116,7 @@ class Needs:
         """
         if not self.fsdp or groups == 1:
             return BYTES_PER_PARAMETER * self.parameters
-        whole = self.parameters - (self.layers - 2) * self.block
+        whole = 2 * self.block + self.outside
         return BYTES_PER_PARAMETER * self.parameters / groups + 2 * WORD * whole
 
     def activations(self, tokens: float) -> float:
@@ -125,7 +126,7 @@ class Needs:
         With `recompute`, the inputs of the blocks and one block are held.
         """
         saved, inputs = self.costs.saved.at(tokens), self.width * WORD * tokens
-        logits = 3 * WORD * min(tokens * self.vocabulary, LOGITS)
+        logits = 3 * WORD * self.vocabulary * min(tokens, tokens_at_once(self.vocabulary, "cuda"))
         if not self.recompute:
             return max(self.peak.at(tokens), saved + inputs + logits)
         others = (self.layers - 1) / self.layers * saved
@@ -146,13 +147,15 @@ class Needs:
     def sent_weights(self, gpus: int, context: int) -> float:
         """Bytes of weights and gradients that a GPU sends in a step.
 
-        Rings add gradients: each of n sends 2 (n - 1) / n of them. Shards are gathered twice, forward and backward, and
-        their gradients are scattered, with (n - 1) / n each; then a ring over a line adds shards.
+        Rings add gradients: each of n sends 2 (n - 1) / n of them. Shards are gathered twice, forward and backward
+        (once outside the blocks), and their gradients are scattered, with (n - 1) / n each; then a ring over a line
+        adds shards.
         """
         size, groups = WORD * self.parameters, gpus // context
         if not self.fsdp or groups == 1:
             return 2 * (gpus - 1) / gpus * size
-        return 3 * (groups - 1) / groups * size + 2 * (context - 1) / context * size / groups
+        gathered = 3 * size - WORD * self.outside
+        return (groups - 1) / groups * gathered + 2 * (context - 1) / context * size / groups
 
     def sent_states(self, gpus: int, context: int) -> float:
         """Bytes of states that a GPU inside a line sends in a step: forward, and their gradients back."""
