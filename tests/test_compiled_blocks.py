@@ -4,16 +4,15 @@ import json
 import subprocess
 import sys
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from halflife.cli import main
 from halflife.models import LanguageModel, compiled, preset
+from halflife.ops.backends.recompute import calling
 
 HERE = Path(__file__).parent
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
@@ -31,11 +30,11 @@ def gradients(model, rows, length, bounds, call=None):
     return {"y": hidden.detach(), **{name: x.grad for name, x in model.named_parameters() if x.grad is not None}}
 
 
-def compare(name, batches, settled, recompute=True):
+def compare(name, batches, settled, recompute=("blocks",)):
     """Compare with eager blocks; nothing is compiled after `settled` batches. Returns the number of graphs."""
     torch.manual_seed(0)
     eager = LanguageModel(preset(name, **SIZES))
-    model, call = deepcopy(eager), partial(checkpoint, use_reentrant=False) if recompute else None
+    model, call = deepcopy(eager), calling(recompute)
     with compiled.compiled_blocks(model, recompute) as graphs:
         counts = []
         for batch in batches:
@@ -61,7 +60,7 @@ def test_nothing_is_compiled_after_two_lengths():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [(), ("norms", "conv", "op"), ("blocks",)])
 @pytest.mark.parametrize("name", ["mamba2+post+gate_rank", "gated_deltanet", "rwkv7", "llama", "mamba2+attention"])
 def test_rows_and_documents(name, recompute):
     in_a_process(f"compare({name!r}, ROWS, 3, {recompute}); compare({name!r}, PACKED, 4, {recompute})")
@@ -89,7 +88,7 @@ def test_with_shards_and_checkpoints(tmp_path, backend):
     ]  # fmt: skip
     main([*shared, "--output", str(tmp_path / "one")])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "train.py")]
-    own = ["--output", str(tmp_path / "two"), "--fsdp", "--gradient-checkpointing", "--compile"]
+    own = ["--output", str(tmp_path / "two"), "--fsdp", "--recompute", "blocks", "--compile"]
     done = subprocess.run([*torchrun, *shared, *own], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (

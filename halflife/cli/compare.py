@@ -169,10 +169,8 @@ class Compare:
         from halflife.training.config import ExecutionConfig
 
         place, rows_held, quiet = self.place, self.place.micro_batch_size, self.job.quiet
-        execution = ExecutionConfig(
-            micro_batch_size=rows_held, gradient_checkpointing=place.gradient_checkpointing,
-            **track_options(place.track),
-        )  # fmt: skip
+        tracking = track_options(place.track)
+        execution = ExecutionConfig(micro_batch_size=rows_held, recompute=place.recompute, **tracking)
         runner = self._runner()
         check_resume(self, CONFIG_JSON, "only_seeds", *EXTENSION, *options_of(place))
         if self.job.resume is not None:
@@ -266,7 +264,7 @@ class Compare:
         if self.place.gpus is not None:
             for cell in {cell.model: cell for cell in plan.cells()}.values():
                 config = plan.configure(cell)
-                runs = Needs.of(config, max(config.sequences()), self.place.gradient_checkpointing)
+                runs = Needs.of(config, max(config.sequences()), "blocks" in self.place.recompute)
                 print_plans(runs, cell.model, self.place.gpus, self.place.gpu)
 
     def _choices(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Job:
     gate_rank, log_linear, ska, training. An unknown name is answered with the known ones."""
     dry_run: bool = False
     """Print the settings and what the job needs (parameters, tokens, memory of one process without
-    --gradient-checkpointing and --fsdp, operations); read no text, write and train nothing."""
+    --recompute and --fsdp, operations); read no text, write and train nothing."""
     quiet: bool = False
     """Show no progress bars, and no estimate of time, memory and disk before the first run."""
 
@@ -47,10 +47,12 @@ class Execution:
 
     micro_batch_size: int | None = None
     """Rows that a process holds at once (training on text); the gradients of micro-batches are added. Default: all."""
-    gradient_checkpointing: bool = False
-    """Recompute the activations inside blocks: this takes less memory and a third more work."""
+    recompute: tuple[str, ...] = ()
+    """Compute results again in the backward pass in place of keeping them: norms (with gates, SwiGLU and rotations),
+    conv, op, or several of these. blocks (or --gradient-checkpointing) is all inside blocks, a third more work."""
     gpus: int | None = None
-    """With --dry-run, also what each of 1, 2, 4, … to this many GPUs needs, and the longest row that they train on."""
+    """With --dry-run, also what each of 1, 2, 4, … to this many GPUs needs (with --recompute blocks, too), and the
+    longest row that they train on."""
     gpu: str = "h100"
     """The kind of these GPUs; h100 is the one that has been measured."""
     track: tuple[str, ...] = ()

@@ -239,7 +239,7 @@ def memory_error(error: Exception) -> str | None:
     asked = re.search(r"tried to allocate ([\d.]+ ?\w+)", text)
     return (
         f"there is not enough memory{f' for {asked[1]} more' if asked else ''}; choose a smaller model, batch or "
-        "context, or for training --micro-batch-size and --gradient-checkpointing"
+        "context, or for training --micro-batch-size and --recompute"
     )
 
 

@@ -185,7 +185,7 @@ class Train:
         from halflife.training.config import ExecutionConfig, rank
 
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
-        names = ("micro_batch_size", "gradient_checkpointing", "compile", "fsdp", "context_parallel")
+        names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel")
         tracking = track_options((*own.track, *["tensorboard"] * own.tensorboard))
         chosen = {} if self.job.dry_run else {name: getattr(own, name) for name in names}  # without torchrun, too
         execution = ExecutionConfig(**chosen, show=show, **tracking)
@@ -325,5 +325,5 @@ def _print_needs(config: LanguageConfig, own: TrainExecution) -> None:
     sequences = config.sequences()
     print_needs({"model": model, "run": run}, [(estimate(config, sequences, own.micro_batch_size), 1)], config.bf16)
     if own.gpus is not None:
-        needs = Needs.of(config, max(sequences), own.gradient_checkpointing, own.fsdp)
+        needs = Needs.of(config, max(sequences), "blocks" in own.recompute, own.fsdp)
         print_plans(needs, config.model.name, own.gpus, own.gpu)

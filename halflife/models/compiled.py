@@ -7,14 +7,14 @@ on nothing outside it. Blocks of one kind share their graphs. The order is the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from halflife.layers import Shared, SharedTensors, State
 from halflife.models.lm import LanguageModel
@@ -26,13 +26,13 @@ MOST_GRAPHS = 64
 
 
 @contextmanager
-def compiled_blocks(model: LanguageModel, recompute: bool = False) -> Iterator[Callable[[], int]]:
+def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iterator[Callable[[], int]]:
     """Inside this block, run the blocks of `model` compiled wherever gradients are recorded.
 
     It replaces `forward` of the blocks, and afterwards restores it. FSDP2 shards the model inside.
 
     Args:
-        recompute: whether to compute the activations inside blocks again in the backward pass.
+        recompute: what the backward pass computes again: "blocks", or some of `backends.dispatch.KINDS`.
 
     Yields:
         A function that returns how many graphs were compiled so far. A batch of another kind compiles again: the first
@@ -54,7 +54,7 @@ def compiled_blocks(model: LanguageModel, recompute: bool = False) -> Iterator[C
             del block.forward
 
 
-def _compiled(block: nn.Module, recompute: bool) -> Callable[..., tuple[Tensor, State]]:
+def _compiled(block: nn.Module, recompute: Sequence[str]) -> Callable[..., tuple[Tensor, State]]:
     """The `forward` of a block, compiled."""
     eager: Any = block.forward
 
@@ -65,7 +65,12 @@ def _compiled(block: nn.Module, recompute: bool) -> Callable[..., tuple[Tensor, 
         y, new = eager(x, state, Packing(x.shape[0], x.shape[1], cu_seqlens), shared)
         return y, new, {name: shared[name] for name in shared if name not in given}
 
-    fast: Any = torch.compile(partial(checkpoint, run, use_reentrant=False) if recompute else run, backend=BACKEND)
+    options: Any = {"use_reentrant": False}
+    if recompute and "blocks" not in recompute:
+        from halflife.ops.backends.recompute import policy
+
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(policy, recompute))
+    fast: Any = torch.compile(partial(checkpoint, run, **options) if recompute else run, backend=BACKEND)
 
     def forward(x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
         if not torch.is_grad_enabled():

@@ -15,6 +15,7 @@ from typing import Any
 from halflife import extensions
 from halflife.extras import require
 from halflife.models import ModelConfig
+from halflife.ops.backends.dispatch import KINDS
 from halflife.registry import check_choice
 
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
@@ -112,7 +113,8 @@ class ExecutionConfig:
     Attributes:
         micro_batch_size: rows that a process holds at once; the gradients of several micro-batches are added. None for
             all rows of the process.
-        gradient_checkpointing: whether to recompute the activations of a block in the backward pass.
+        recompute: what the backward pass computes again in place of keeping it: "blocks" for all inside a block, or
+            some of `backends.dispatch.KINDS`.
         compile: whether to run each block by `torch.compile` in training steps.
         fsdp: whether to shard parameters, gradients and optimiser (FSDP2) over the processes, or with context_parallel
             over those that have the same piece of different rows. Otherwise each process holds all of them (DDP).
@@ -130,7 +132,7 @@ class ExecutionConfig:
     """
 
     micro_batch_size: int | None = None
-    gradient_checkpointing: bool = False
+    recompute: tuple[str, ...] = ()
     compile: bool = False
     fsdp: bool = False
     context_parallel: int = 1
@@ -143,6 +145,8 @@ class ExecutionConfig:
         for name in self.track:
             check_choice("tracker", name, TRACKERS)
             require(f"--track {name}", name)
+        for name in self.recompute:
+            check_choice("kind of --recompute", name, ("blocks", *KINDS))
         if "WORLD_SIZE" not in os.environ:
             if self.fsdp:
                 raise ValueError("fsdp shards over the processes of torchrun: start the command with torchrun")

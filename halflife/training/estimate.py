@@ -181,15 +181,15 @@ def _peak_of_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> f
 
     with FakeTensorMode() if fake else nullcontext(), torch.random.fork_rng(devices=[]):
         model, ids = LanguageModel(config).eval(), torch.zeros(1, tokens, dtype=torch.long)
-        counter = _PeakMemory([ids, *model.parameters(), *model.buffers()])
+        counter = LiveBytes([ids, *model.parameters(), *model.buffers()])
         with counter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hidden = model.hidden(ids)[0]
             hidden.backward(torch.empty_like(hidden))
     return float(counter.most)
 
 
-class _PeakMemory(TorchDispatchMode):
-    """Counts the bytes of the storages that live at once inside it, `most` of them, but those of tensors `beside`."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that live inside it, `live` now and `most` at once, without tensors `beside`."""
 
     def __init__(self, beside: Sequence[torch.Tensor]) -> None:
         super().__init__()

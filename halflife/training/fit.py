@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from halflife import extensions
@@ -42,15 +40,19 @@ class Objective(nn.Module):
     """The module that the Trainer trains: a model with the cross-entropy at the scored positions.
 
     Args:
-        recompute: whether to recompute the activations of each block in the backward pass.
+        recompute: what the backward pass computes again, see `ExecutionConfig`.
     """
 
     accepts_loss_kwargs = True  # the Trainer then passes num_items_in_batch
 
-    def __init__(self, model: LanguageModel, recompute: bool = False) -> None:
+    def __init__(self, model: LanguageModel, recompute: Sequence[str] = ()) -> None:
         super().__init__()
         self.model = model
-        self.recompute = recompute
+        self.call = None
+        if recompute:
+            from halflife.ops.backends.recompute import calling
+
+            self.call = calling(recompute)
         self.carried = CarriedStates()
         self.context: ContextParallel | None = None
 
@@ -71,7 +73,7 @@ class Objective(nn.Module):
         """
         if not torch.is_grad_enabled() and action_mask is None and input_ids.shape[1] > READ_AT_ONCE:
             return {"loss": self._loss_of_long_rows(input_ids, labels, cu_seqlens)}
-        call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
+        call = self.call if self.training else None
         carried = part if self.model.training else None
         state = None if carried is None else self.carried.before(carried)
         self.model.context_parallel = self.context if torch.is_grad_enabled() else None
@@ -198,8 +200,11 @@ def fit(
     store = CheckpointStore(folder / CHECKPOINTS)
     if store.newest is not None and (store.newest / sharding.SHARDS).is_dir() != execution.fsdp:
         raise ValueError(f"{store.newest} was written {'without' if execution.fsdp else 'with'} --fsdp; resume it so")
-    recompute = execution.gradient_checkpointing
-    objective, arguments = Objective(model, recompute and not execution.compile), _arguments(config, folder, execution)
+    recompute = execution.recompute
+    objective, arguments = (
+        Objective(model, () if execution.compile else recompute),
+        _arguments(config, folder, execution),
+    )
     metrics = Metrics(folder, validate, measure, config.validate_every, speed)
     if arguments.device.type == "cpu":
         keep_freed_memory()

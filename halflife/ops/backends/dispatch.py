@@ -17,6 +17,7 @@ either runs or raises an error with the reason; no other one takes its place. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Entries of a tensor; for fewer, a call of a custom op takes longer than torch's passes over them.
 SMALLEST_PASS = 4096
+
+KINDS = ("norms", "conv", "op")  # passes over memory (also gates, SwiGLU, rotations), convolutions, and the rest
+_PASSES = {  # as ops, and as the custom ops of kernels
+    "rms_norm", "add_rms_norm", "rms_norm_of_gated", "rms_norm_of_sigmoid_gated", "gated_head_norm", "l2_normalize",
+    "norm", "add_norm", "swiglu", "scale_heads", "rotate", "mimo_output", "token_mix", "log_decay", "ordered_spectrum",
+    "spectrum",
+}  # fmt: skip
+_CONVOLUTIONS = {"causal_conv", "causal_conv1d", "conv"}
+again: Any = None  # a `recompute.Recomputation`, whose kinds of ops the backward pass computes again
 
 
 class CannotRun(ValueError):
@@ -169,8 +179,26 @@ def dispatch(
     dtype, call = call.output_dtype, call.widened()
     implementation = implementation_of(call, backend)
     with without_autocast(call.device):
-        o, state = implementation(call)
+        if again is not None and kind_of(op) in again.kinds:
+            o, state = again.run(partial(_with, call, implementation), _tensors_of(call))
+        else:
+            o, state = implementation(call)
     return o if o.dtype == dtype else o.to(dtype), state if output_final_state else None
+
+
+def kind_of(op: str) -> str:
+    """The kind of a custom op, or of an op on tokens."""
+    return "norms" if op in _PASSES else "conv" if op in _CONVOLUTIONS else "op"
+
+
+def _tensors_of(call: Call) -> list[Any]:
+    return [*call.tensors.values(), *(call.state or ())]
+
+
+def _with(call: Call, implementation: Callable[[Call], Any], *tensors: Any) -> Any:
+    """Run a call with other tensors, in the order of `_tensors_of`."""
+    count = len(call.tensors)
+    return implementation(call.with_tensors(tensors[count:] or None, **dict(zip(call.tensors, tensors, strict=False))))
 
 
 def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings: Any, always: bool = False) -> Any:
@@ -188,7 +216,10 @@ def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings:
         return OPS[op].backends["reference"].function(*tensors, *settings)
     if is_transformed():
         backend = _traceable(op, backend)
-    return choose(op, backend, device, tensors)(*tensors, *settings)
+    implementation = choose(op, backend, device, tensors)
+    if again is not None and kind_of(op) in again.kinds:
+        return again.run(lambda *tensors: implementation(*tensors, *settings), tensors)
+    return implementation(*tensors, *settings)
 
 
 def beside(backend: str) -> str:

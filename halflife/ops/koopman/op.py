@@ -31,7 +31,7 @@ from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.dispatch import implements
 from halflife.ops.backends.native import koopman as native
 from halflife.ops.koopman import graph, reference  # noqa: F401 (the reference registers itself)
-from halflife.ops.koopman.call import KoopmanCall
+from halflife.ops.koopman.call import SPEC, KoopmanCall
 from halflife.ops.koopman.layout import KoopmanLayout, arrange
 from halflife.ops.koopman.readout import KoopmanReadout
 from halflife.ops.koopman.solve import Count, Factor, add_token, cached_inverse_factor
@@ -129,6 +129,17 @@ class KoopmanResult(NamedTuple):
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     """`koopman_attention` with the count of repeated factorisations; raises as it does."""
     call.check()
+    if (again := dispatch.again) is not None and "op" in again.kinds:
+        names = [name for name in SPEC.tensors if isinstance(getattr(call, name), Tensor)]
+
+        def run(*tensors: Tensor) -> KoopmanResult:
+            return _attend(replace(call, **dict(zip(names, tensors, strict=True))), backend)
+
+        return again.run(run, [getattr(call, name) for name in names])
+    return _attend(call, backend)
+
+
+def _attend(call: KoopmanCall, backend: str) -> KoopmanResult:
     dtype, output_dtype = compute_dtype(call.k), call.v.dtype
     call = call.with_weights(dtype)
     implementation = dispatch.choose(OP, backend, call.k.device, call)
