@@ -188,9 +188,12 @@ def pretrained(name: str, local: bool = False) -> Any:
         FileNotFoundError: there is none.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     source, revision = model_name(name) or (name, None)
     reason = None if Path(name).is_dir() else "not on this machine" if local else unreachable(source, revision)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # no warning that the model beside it is none of transformers
     try:
         return AutoTokenizer.from_pretrained(
             source, revision=revision or "main", trust_remote_code=False, local_files_only=reason is not None
@@ -198,6 +201,8 @@ def pretrained(name: str, local: bool = False) -> Any:
     except (OSError, ValueError) as error:
         reason = reason or str(error).strip().split("\n")[0]
         raise FileNotFoundError(f"there is no tokenizer {name!r}, neither a folder nor on the hub: {reason}") from error
+    finally:
+        logging.set_verbosity(level)
 
 
 def train_tokenizer(sources: Sequence[str | Path], kind: str, vocab_size: int, field: str = "text") -> Tokenizer:

@@ -17,7 +17,6 @@ from torch.export import ExportedProgram
 from halflife.layers.attention import Attention
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models.lm import LanguageModel, ModelState
-from halflife.models.states import changed
 from halflife.ops.backends.native import build
 
 
@@ -81,7 +80,8 @@ def initial_state(model: LanguageModel, batch: int = 1, max_length: int | None =
     ids = ids[:, :max_length]
     with fixed_caches(model, max_length):
         expected, after = model(ids)
-        zeros = changed(after, torch.zeros_like)
+        # Layers may share a tensor, as their position. An input of a graph is one layer's.
+        zeros = tuple({name: torch.zeros_like(x) for name, x in layer.items()} for layer in after)
         sums = tuple(
             {name: x - torch.inf if name.endswith("decay") else x for name, x in layer.items()} for layer in zeros
         )  # fmt: skip

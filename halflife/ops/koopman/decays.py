@@ -77,11 +77,12 @@ def _suffix_sums(g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def running_norms(norms: Tensor, g: Tensor | None) -> Tensor:
     """Running maxima `m_c = max(norms_c, e^{g_c} m_{c−1})` along axis 0, in log n steps; None is no decay."""
-    if g is None:
+    if g is None and not torch.compiler.is_exporting():  # ONNX has no cummax
         return norms.cummax(0).values
     shift = 1
     while shift < len(norms):
-        norms = torch.cat([norms[:shift], torch.maximum(norms[shift:], g[shift:].exp() * norms[:-shift])])
-        g = torch.cat([g[:shift], g[shift:] + g[:-shift]])
+        before = norms[:-shift] if g is None else g[shift:].exp() * norms[:-shift]
+        norms = torch.cat([norms[:shift], torch.maximum(norms[shift:], before)])
+        g = None if g is None else torch.cat([g[:shift], g[shift:] + g[:-shift]])
         shift *= 2
     return norms

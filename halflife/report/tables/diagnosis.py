@@ -63,7 +63,14 @@ def findings(allowed: Mapping[str, Allowed], found: Mapping[str, Any]) -> list[s
     spectra = {} if isinstance(found["spectrum"], str) else {one["model"]: one for one in found["spectrum"]["models"]}
     said: Sequence[str] = [verdict(label, one, spectra.get(label)) for label, one in allowed.items()]
     forecast = found["forecast"]
-    if isinstance(forecast, str):
+    whole = isinstance(forecast, str)
+    refused = {label: one.forecast for label, one in allowed.items() if one.forecast} if whole else forecast["refused"]
+    if whole and not refused:
         return [*said, f"There is no forecast: {forecast.removeprefix('nothing to forecast: ')}."]
-    refused = [f"There is no forecast of {label}: {why}." for label, why in forecast["refused"].items()]
-    return [*said, *sentences(forecast), *refused]
+    measured = [] if whole else sentences(forecast)
+    return [*said, *measured, *(f"There is no forecast of {label}: {_begin(why)}." for label, why in refused.items())]
+
+
+def _begin(why: str) -> str:
+    """The reason itself. What a forecast needs is said before, with what the models allow."""
+    return why.partition(";")[0].split(": ", 1)[-1]
