@@ -73,8 +73,11 @@ CASES = {
         ("none", 64), ("scalar", 64), ("scalar", 128), ("vector", 64), ("gate_rank", 64), ("gate_rank", 128),
     )
 }  # fmt: skip
-CASES |= {f"delta, {mode}, 64": Case("delta_rule", mode) for mode in ("scalar", "gate_rank")}
-CASES["dplr, vector, 64"] = Case("dplr", "vector")
+CASES |= {f"delta, {mode}, 64": Case("delta_rule", mode) for mode in ("scalar", "vector", "gate_rank")}
+CASES |= {
+    f"dplr, {mode}, {size}": Case("dplr", mode, size, size)
+    for mode, size in (("vector", 64), ("vector", 128), ("scalar", 64))
+}
 CASES["koopman, 64"] = Case("koopman_attention", "none")
 CASES["linear, gla"] = Case("linear_attention", "vector", 128, 256, heads=4, shared=4, shapes=((16, 2048), (1, 32768)))
 CASES["linear, mamba2"] = Case("linear_attention", "scalar", 128, 64, heads=32, shared=1, shapes=((8, 2048),))

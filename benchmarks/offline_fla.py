@@ -32,6 +32,7 @@ CASES = {
     "linear_attention, vector": ("gla.chunk_gla", "linear, vector, 64"),
     "delta_rule, none": ("delta_rule.chunk_delta_rule", "delta, scalar, 64"),
     "delta_rule, scalar": ("gated_delta_rule.chunk_gated_delta_rule", "delta, scalar, 64"),
+    "delta_rule, vector": ("kda.chunk_kda", "delta, vector, 64"),
     "dplr, vector": ("generalized_delta_rule.chunk_dplr_delta_rule", "dplr, vector, 64"),
 }
 # Kernels whose programs walk over all chunks of a sequence; those of the others have one chunk.

@@ -21,7 +21,7 @@ from helpers import (
     with_grads,
 )
 
-from halflife.ops import dplr
+from halflife.ops import delta_rule, dplr
 from halflife.ops.backends import triton as kernels
 
 if sys.platform != "linux":
@@ -35,28 +35,30 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # they are at most 8e-3), relative to the largest entry of a tensor. Four times that is allowed.
 WORST = {torch.float32: 4e-7, torch.bfloat16: 2.1e-2, torch.float16: 4.1e-4}
 
+WIDE = ("g", "initial_state")  # float32 beside narrow inputs
+
 
 def inputs(granularity, length, *, heads=1, key=16, value=16, **options):
     return op_inputs("dplr", granularity, length, heads=heads, key=key, value=value, **options)
 
 
-def run(arguments, cu_seqlens=None, chunk_size=64, backend="triton"):
+def run(arguments, cu_seqlens=None, chunk_size=64, backend="triton", op=dplr):
     """Return the outputs and gradients of a backend for these arguments."""
     arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
-    outputs = dplr(
+    outputs = op(
         **arguments, scale=0.3, output_final_state=True, cu_seqlens=bounds, chunk_size=chunk_size, backend=backend
     )
     return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
 
 
-def check(arguments, dtype=torch.float32, cu_seqlens=None, chunk_size=64, worst=None):
+def check(arguments, dtype=torch.float32, cu_seqlens=None, chunk_size=64, worst=None, op=dplr):
     """Compare the kernels with the token loop, and return the kernels' results."""
     arguments = rounded(arguments, dtype)
-    got = run(arguments, cu_seqlens, chunk_size)
+    got = run(arguments, cu_seqlens, chunk_size, op=op)
     assert got["state"].dtype == got["dinitial_state"].dtype == torch.float32
-    assert {got[name].dtype for name in ("o", "dq", "da", "db")} == {dtype}
-    want = run({name: x.double() for name, x in arguments.items()}, cu_seqlens, backend="reference")
+    assert {got[name].dtype for name in ("o", *(f"d{x}" for x in arguments if x not in WIDE))} == {dtype}
+    want = run({name: x.double() for name, x in arguments.items()}, cu_seqlens, backend="reference", op=op)
     assert_close(got, want, 4 * (worst or WORST[dtype]))
     return got
 
@@ -87,6 +89,36 @@ def test_narrow_inputs(granularity, length, dtype):
 def test_head_sizes(key, value):
     """Head sizes are padded within a block, or fill more than one block."""
     check(inputs("vector", 18, key=key, value=value))
+
+
+@cases(
+    "dtype, decay, bounds, shared",
+    (torch.float32, None, None, 2),
+    (torch.float32, "mixed", (0, 5, 5, 18), 1),
+    (torch.bfloat16, None, None, 1),
+    pytest.param(torch.float32, -torch.inf, None, 1, marks=pytest.mark.slow),
+    pytest.param(torch.float16, None, None, 2, marks=pytest.mark.slow),
+)
+def test_the_delta_rule_under_a_vector_decay(dtype, decay, bounds, shared):
+    """Its kernels are those of DPLR, with `a = −β e^g ⊙ k`, `b = k` and values `β v`."""
+    sizes = {"heads": 2, "key": 16, "value": 16, "sequences": len(bounds) - 1 if bounds else None}
+    arguments = op_inputs("delta_rule", "vector", 18, decay=decay, **sizes)
+    arguments["k"] = arguments["k"][:, :, :shared]
+    check(arguments, dtype, bounds, op=delta_rule)
+
+
+@cases("granularity, shared", ("vector", 2), ("vector", 1))
+def test_the_delta_rule_is_a_dplr(granularity, shared):
+    """In float64 the token loops of both are equal, with all gradients."""
+    arguments = op_inputs("delta_rule", granularity, 9, sequences=3)
+    arguments["k"] = arguments["k"][:, :, :shared]
+
+    def as_dplr(q, k, v, beta, g, **options):
+        k, v, a, b = kernels.delta_as_dplr(k, v, beta, g)
+        return dplr(q, k, v, a, b, g, **options)
+
+    got, want = [run(arguments, [0, 4, 4, 9], backend="reference", op=op) for op in (as_dplr, delta_rule)]
+    assert_close(got, want, 1e-14)
 
 
 @cases("bounds", (0, 5, 5, 23, 23), pytest.param((0, 0, 0), marks=pytest.mark.slow))

@@ -125,7 +125,7 @@ def test_slow_decays_do_not_drift():
 
 
 def test_a_token_by_name_takes_the_step():
-    """It runs decays that the kernels for sequences refuse; with gradients these run, or a name says why not."""
+    """With gradients the kernels for sequences run, or a name says why not."""
     op, found = inputs("delta_rule vector")
     given = in_dtype(found, torch.float32)
     call = call_of(op, given)
@@ -136,9 +136,6 @@ def test_a_token_by_name_takes_the_step():
     o, state = ops.delta_rule(**given, output_final_state=True, backend="triton")
     want, want_state = ops.delta_rule(**given, output_final_state=True, backend="reference")
     assert_close({"o": o, "state": state}, {"o": want, "state": want_state}, 1e-6)
-    given["q"].requires_grad_()
-    with pytest.raises(CannotRun, match="one log-decay per head"):
-        ops.delta_rule(**given, backend="triton")
     large = torch.zeros(1, 1, 1, 300, device=DEVICE)
     with pytest.raises(CannotRun, match="heads of 1 to 256"):
         ops.linear_attention(large, large, large, backend="triton")

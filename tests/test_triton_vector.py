@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same, call_of, cases, generator, leaves, with_grads
+from helpers import assert_close, assert_raises, assert_same, generator, leaves, with_grads
 from pairwise import crossed
 
 from halflife.ops import linear_attention
@@ -242,11 +242,3 @@ def test_second_derivatives_say_what_has_them():
     arguments = leaves(in_dtype(inputs(5), torch.float32))
     o, _ = linear_attention(**{name: x.to(DEVICE) for name, x in arguments.items()}, backend="triton")
     assert_raises(RuntimeError, "reference", torch.autograd.grad, o.sum(), arguments["q"], create_graph=True)
-
-
-@cases("op, fits", ("linear_attention", True), ("delta_rule", False))
-def test_which_ops_take_a_vector_decay(op, fits):
-    x = torch.zeros(1, 3, 2, 16, device=DEVICE)
-    tensors = {"q": x, "k": x, "v": x, "g": x} | ({} if fits else {"beta": x[..., 0]})
-    reason = kernels.why_not(op, x.device, call_of(op, tensors))
-    assert reason is None if fits else "one per channel" in reason

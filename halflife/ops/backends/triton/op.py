@@ -1,7 +1,7 @@
 """The kernels as differentiable ops of torch, which `torch.compile` and `torch.export` see as single nodes.
 
 Those of linear attention are in `linear.py` and `vector/`, those of the delta rule in `delta/`, and those of DPLR in
-`dplr/`.
+`dplr/`, which also run the delta rule under a vector decay.
 """
 
 from __future__ import annotations
