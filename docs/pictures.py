@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife import decay
-from halflife.analysis.koopman import crossover, state_size
 from halflife.analysis.model_spectrum import coherence
 from halflife.decay import minimax
+from halflife.evaluation.memory import ska_crossover, ska_state_size
 from halflife.lab.theory.approximation import random_rates
 from halflife.ops import gate_rank, koopman_attention, linear_attention
 from halflife.report.style import COLOURS, INK, PAGE_WIDTH, REFERENCE_LINE, model_styles, styled
@@ -156,10 +156,10 @@ def koopman() -> Figure:
     left.set(xlabel="pairs", ylabel="recalled, %", title="an untrained layer, queried with a key", ylim=(-3, 103))
     tokens = torch.logspace(1, 4, 60)
     rank = width = 48
-    sizes = {"KV cache": (rank + width) * tokens, "SKA": state_size(rank, width), "linear attention": rank * width}
+    sizes = {"KV cache": (rank + width) * tokens, "SKA": ska_state_size(rank, width), "linear attention": rank * width}
     for (name, look), size in zip(model_styles(tuple(sizes)).items(), sizes.values(), strict=True):
         right.plot(tokens, size * torch.ones(60), color=look.color, linestyle=look.linestyle, label=name)
-    right.axvline(crossover(rank, width), **REFERENCE_LINE)
+    right.axvline(ska_crossover(rank, width), **REFERENCE_LINE)
     right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="numbers per head", title="size of the state")
     right.legend(loc="lower right")
     right.set_ylim(30, None)

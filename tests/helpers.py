@@ -1,6 +1,9 @@
 """Helpers that several test files use."""
 
+import importlib
 import inspect
+import sys
+import warnings
 import zlib
 from dataclasses import replace
 from itertools import pairwise
@@ -19,6 +22,21 @@ GRANULARITIES = ("none", "scalar", "vector")
 each_op = pytest.mark.parametrize("op", OPS)
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 each_backend = pytest.mark.parametrize("backend", ops.available_backends("linear_attention"))
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
+
+
+def fla_module(name):
+    """Return a module of fla.ops, imported when a test needs it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a warning that there is no GPU and no flash-attn
+        return importlib.import_module(f"fla.ops.{name}")
+
+
+def fla(module, name):
+    """Return a function of a module of fla.ops."""
+    return getattr(fla_module(module), name)
 
 
 def cases(names, *rows):
@@ -132,6 +150,17 @@ def slices(cu_seqlens):
     return [slice(a, b) for a, b in pairwise(cu_seqlens)]
 
 
+def everywhere(value):
+    """A change of log-decays: all become `value`."""
+    return lambda g: g.fill_(value)
+
+
+def slow_after_resets(g):
+    """After a run of full resets come log-decays of −0.01, which float32 would lose in a sum of −2,000."""
+    g[:, :20] = -1000
+    g[:, 20:] = -0.01
+
+
 # A `run` is a layer, a model, an op or a decay as `(x, state, **options) -> (y, state)`. Its `x` is a tensor with
 # tokens on axis 1, or a list or dict of such tensors. A state is a tensor, or a tuple or dict of states.
 
@@ -169,6 +198,11 @@ def token_loop(q, v, step):
             state = step(state, row, t)
             outputs[row, t] = torch.einsum("hk,hkv->hv", q[row, t], state)
     return outputs
+
+
+def unit(x):
+    """x over its norm, as fla and the published models divide."""
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def outer(k, v):

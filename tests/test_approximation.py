@@ -11,10 +11,8 @@ from scipy.optimize import linprog
 from halflife import decay
 from halflife.decay import minimax
 from halflife.lab.theory import approximation as approx
-from halflife.lab.theory import figures as theory_figures
 from halflife.lab.theory.approximation_survey import SPECTRA, error_by_channels, error_by_position, slopes
 from halflife.lab.theory.spectra import response_as_run
-from halflife.report.figures.matplotlib_renderer import draw
 
 AGREES = 4 * 6.6e-4  # against linear programs: four times the worst measured error; the solver stops at 1e-3
 ROUNDED = 4 * 2.2e-16  # a few roundings in float64
@@ -177,7 +175,6 @@ def test_rates_of_convergence():
     assert rows["linear", 1e4]["power"] < 1.2
     assert minimax.minimax_error(approx.linear_rates(32, approx.best_step(32, 100)), 100) < 1e-4 * 32**-0.5
     assert data["errors"]["random"]["10000"][-1] > data["errors"]["linear"]["10000"][-1]
-    draw(theory_figures.errors_by_channels(data)).canvas.draw()
 
 
 def test_slopes_are_least_squares():
@@ -209,7 +206,6 @@ def test_static_and_adapted():
         assert low < run["as run, t_ref = 1"][0] / run["static"][0] < high
     far = error_by_position(16, 1000, positions, ends=(1e-5, 6))
     assert far["errors"]["as run"][1] < 1.1 * far["errors"]["adapted"][1] < far["errors"]["static"][1]
-    draw(theory_figures.errors_by_position([far])).canvas.draw()
 
 
 def test_the_error_as_run_is_that_of_a_linear_program():

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same, cases
-from test_parity import fla, heads_first, on_linux
+from helpers import assert_close, assert_raises, assert_same, cases, fla, on_linux
+from test_parity import heads_first
 
 from halflife.models.convert import SOURCES, assemble
 

@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same, cases
+from helpers import assert_close, assert_raises, assert_same, cases, fla, on_linux, unit
 from test_convert_fla import EXACT, HIDDEN, LENGTH, SINGLE, VOCABULARY, convert_and_compare, delta_loop, gla_loop, rms
-from test_parity import fla, on_linux
 
 from halflife import LanguageModel, preset
 from halflife.models.convert import SOURCES, assemble, back_to
@@ -90,10 +89,6 @@ def published(model_type, dtype=torch.float64, **changes):
         layer |= {f"mlp.{name}_proj.weight": (256, HIDDEN) for name in ("gate", "up")}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return config, {name: 0.3 * torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
-
-
-def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def comba_loop(q, k, v, p, beta, g):

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import sys
 import warnings
 
 import helpers
@@ -16,6 +15,8 @@ from helpers import (
     cases,
     each_granularity,
     each_op,
+    fla_module,
+    on_linux,
     op_inputs,
     put_backend,
     relative_error,
@@ -28,18 +29,9 @@ from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
-
 # Both sides compute in float32. The tolerance is four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 3.8e-7
 CUDA = torch.device("cuda")
-
-
-def module(name):
-    """Return a module of fla.ops, imported when a test needs it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that there is no GPU and no flash-attn
-        return importlib.import_module(f"fla.ops.{name}")
 
 
 def heads_first(function):
@@ -110,15 +102,15 @@ def on_a_cpu(monkeypatch):
     """Let backend="fla" run on a CPU: recurrences replace the kernels, without limits. Returns the kernels called."""
     called = []
     for name, (where, recurrence, wrap) in KERNELS.items():
-        function = getattr(module(where), recurrence)
+        function = getattr(fla_module(where), recurrence)
         path, _, kernel = name.rpartition(".")
-        replacement = stand_in(getattr(module(path), kernel), wrap(function) if wrap else function)
+        replacement = stand_in(getattr(fla_module(path), kernel), wrap(function) if wrap else function)
 
         def record(*arguments, name=name, replacement=replacement, **options):
             called.append(name)
             return replacement(*arguments, **options)
 
-        monkeypatch.setattr(module(path), kernel, record)
+        monkeypatch.setattr(fla_module(path), kernel, record)
     for op in OPS:
         put_backend(monkeypatch, op, "fla", SPECS[op].backends["fla"].function)
     return called

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, call_of, cases, put_backend, slices
+from helpers import assert_close, assert_raises, call_of, cases, on_linux, put_backend, slices
+from helpers import fla as fla_function
 
 from halflife import ops
 from halflife.layers.fox import forgetting_attention
@@ -18,28 +19,23 @@ from halflife.ops.backends import choice, fla
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends.dispatch import CannotRun
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 CUDA, ROOT = torch.device("cuda"), Path(__file__).parent.parent
 BOUNDS = [0, 1, 20, 20, 40]
 
 
 def log_linear(q, k, v, g, level_scales, scale):
-    return naive("log_linear_attn", "naive_log_linear_attn")(q, k, v, g, level_scales, scale), None
+    return fla_function("log_linear_attn.naive", "naive_log_linear_attn")(q, k, v, g, level_scales, scale), None
 
 
 def mesa(q, k, v, g, beta, lamb, h_kk_init, h_kv_init, output_final_state, max_CG_iteration):
     assert output_final_state
     assert max_CG_iteration == 30
     assert h_kk_init.dtype == h_kv_init.dtype == beta.dtype == lamb.dtype == torch.float32
-    return naive("mesa_net", "naive_mesa_net_exact")(q, k, v, g, lamb, beta, h_kk_init, h_kv_init)
+    return fla_function("mesa_net.naive", "naive_mesa_net_exact")(q, k, v, g, lamb, beta, h_kk_init, h_kv_init)
 
 
 def forgetting(q, k, v, g, scale):
-    return (naive("forgetting_attn", "naive_forgetting_attn")(q, k, v, g, scale),)
-
-
-def naive(module, name):
-    return getattr(importlib.import_module(f"fla.ops.{module}.naive"), name)
+    return (fla_function("forgetting_attn.naive", "naive_forgetting_attn")(q, k, v, g, scale),)
 
 
 KERNELS = {

@@ -56,8 +56,6 @@ def test_options_of_the_kinds():
     assert config("mamba2+nope").hybrid["options"] == {"num_heads": 2, "position": "none"}
     assert config("mamba2+ska:2").more_hybrids == []
     assert ModelConfig.from_json(config(THREE).to_json()) == config(THREE)
-    older = {key: value for key, value in config("mamba2+ska").to_dict().items() if key != "more_hybrids"}
-    assert ModelConfig.from_dict(older) == config("mamba2+ska")
 
 
 @cases(

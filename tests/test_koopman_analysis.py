@@ -1,7 +1,6 @@
 """Diagnostics of spectral Koopman attention against the statements of its paper (Echo, Appendices A, C, D, I)."""
 
 import math
-from itertools import count
 
 import pytest
 import torch
@@ -441,16 +440,3 @@ def test_eigenvectors():
     assert koopman.eigenvector_condition(normal([0.5 + 0.5j, -0.2, 0.9]).whitened).item() == pytest.approx(1)
     sheared = torch.tensor([[1.0, 1.0], [0.0, 1.0 - 1e-6]], dtype=torch.float64)
     assert koopman.eigenvector_condition(sheared) > 1e6
-
-
-@pytest.mark.parametrize(("rank", "width"), [(1, 1), (24, 32), (48, 64), (56, 64)])
-@pytest.mark.parametrize("chunk_size", [1, 64])
-def test_memory_crossover(rank, width, chunk_size):
-    """Count the numbers of Prop. I.14, and with chunks those of the incomplete chunk too."""
-    k, v = torch.zeros(1, 70, 1, rank), torch.zeros(1, 70, 1, width)
-    _, state = koopman_attention(k, k, v, chunk_size=chunk_size, output_final_state=True)
-    floats = sum(x.numel() for x in state.values() if x.is_floating_point())
-    assert koopman.state_size(rank, width, chunk_size) == floats
-    first = next(length for length in count() if length * (rank + width) > floats)
-    assert first == math.floor(koopman.crossover(rank, width, chunk_size)) + 1
-    assert koopman.crossover(rank, width) == (2 * rank**2 + width * rank + rank + 1) / (rank + width)

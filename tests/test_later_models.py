@@ -1,15 +1,12 @@
 """Layers that came after the papers: their equations as token loops, fla's plain functions, special cases, windows."""
 
-import importlib
 import math
-import sys
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import add_noise, assert_close, assert_raises, cases
+from helpers import add_noise, assert_close, assert_raises, cases, fla, on_linux, outer, unit
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers import fox
@@ -21,8 +18,6 @@ LAYERS = (*DELTA, "longhorn", "fox")
 EXACT = 4 * 1e-15  # four times the worst measured error in float64, relative to the largest entry
 FLOAT32 = 4 * 1.8e-7  # the same of fla's functions, which compute in float32
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
-
 
 def build(name, **options) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
@@ -31,20 +26,10 @@ def build(name, **options) -> tuple[Any, torch.Tensor]:
     return add_noise(layer, 0.2).double(), torch.randn(2, LENGTH, HIDDEN, dtype=torch.float64)
 
 
-def fla(module, name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that there is no GPU
-        return getattr(importlib.import_module(f"fla.ops.{module}.naive"), name)
-
-
 def convolved(conv, x):
     taps = F.pad(x.mT, (conv.size - 1, 0)).unfold(-1, conv.size, 1)
     y = (taps * conv.weight.unsqueeze(1)).sum(-1).mT
     return F.silu(y if conv.bias is None else y + conv.bias)
-
-
-def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def decay_of(layer, x):
@@ -99,10 +84,6 @@ def output(name, layer, x, o):
         g = x @ gate.proj.weight.T
         g = g.sigmoid() if name == "comba" else F.silu(g)
     return (normed.flatten(-2) * g) @ layer.out_proj.weight.T
-
-
-def outer(k, v):
-    return k.unsqueeze(-1) * v.unsqueeze(-2)
 
 
 def read(state, q):
@@ -214,7 +195,7 @@ def test_layers_equal_fla(name):
     layer, x = build(name)
     module, function, options = FLA[name]
     found = {key: value.float() for key, value in arguments(name, layer, x).items()}
-    o = fla(module, function)(**found, scale=found["q"].shape[-1] ** -0.5, **options)
+    o = fla(f"{module}.naive", function)(**found, scale=found["q"].shape[-1] ** -0.5, **options)
     o = o[0] if isinstance(o, tuple) else o
     assert_close(layer(x)[0], output(name, layer, x, o.double()), FLOAT32)
 
@@ -224,10 +205,10 @@ def test_layers_equal_fla(name):
 def test_two_functions_of_fla_read_combas_state_at_different_times():
     """The chunked one and the kernels read it before it decays, as the paper does, and the recurrent one after it."""
     found = {key: value.float() for key, value in arguments("comba", *build("comba")).items()}
-    chunked, _ = fla("comba", "naive_chunk_comba")(**found, chunk_size=4)
-    late, _ = fla("comba", "naive_recurrent_comba")(**found)
+    chunked, _ = fla("comba.naive", "naive_chunk_comba")(**found, chunk_size=4)
+    late, _ = fla("comba.naive", "naive_recurrent_comba")(**found)
     gamma = found["g"].exp().unsqueeze(-1)
-    late_by_decay, _ = fla("comba", "naive_recurrent_comba")(**{**found, "p": found["p"] / gamma})
+    late_by_decay, _ = fla("comba.naive", "naive_recurrent_comba")(**{**found, "p": found["p"] / gamma})
     assert_close(late_by_decay, chunked, FLOAT32)
     assert not torch.allclose(late, chunked, rtol=1e-3)
 

@@ -24,8 +24,9 @@ from halflife.evaluation.memory import (
     measure_memory,
     model_state_size,
     one_layer_of_each_kind,
+    ska_crossover,
     ska_sizes,
-    ska_threshold,
+    ska_state_size,
 )
 from halflife.models import PRESETS
 from halflife.report.figures.labels import apart
@@ -155,7 +156,8 @@ def test_ska_is_as_small_as_its_proposition(rank, value_dim, chunk, refresh):
     assert (found["committed"], found["pending"]) == (HEADS * committed, HEADS * waiting)
     first = next(t for t in range(1, 10**6) if t * (r + p) > committed)
     assert found["theory"] == found["measured"] == first
-    assert first - 1 <= ska_threshold(r, p) < first
+    assert first - 1 <= ska_crossover(r, p) < first
+    assert ska_state_size(r, p, chunk if refresh == "chunk" else 1) == committed + waiting
     assert found["with_pending"] == next(t for t in range(1, 10**6) if t * (r + p) > committed + waiting)
 
 

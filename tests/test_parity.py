@@ -1,13 +1,10 @@
 """Comparison with other libraries on a CPU: layers and ops of transformers, and fla-core's naive recurrences."""
 
-import importlib
-import sys
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import OPS, assert_close, cases, leaves, op_inputs, rounded, unchecked, with_grads
+from helpers import OPS, assert_close, cases, fla, leaves, on_linux, op_inputs, rounded, unchecked, with_grads
 from transformers import Mamba2Config
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -16,8 +13,6 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from halflife import decay, layers
 from halflife.ops.fused import l2_normalize
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 
 # Both sides compute in float32. The tolerance is four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 1.6e-6
@@ -109,12 +104,6 @@ def test_gated_delta_rule_equals_qwen3_next(function, normalised):
         q, k = l2_normalize(q), l2_normalize(k)
     got = OPS["delta_rule"](q, k, v, beta, g, initial_state=state, output_final_state=True)
     assert_close(with_grads(got, arguments), with_grads(expected, arguments), TOLERANCE)
-
-
-def fla(module, name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that there is no GPU and no flash-attn
-        return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
 def heads_first(function):

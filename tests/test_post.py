@@ -133,17 +133,6 @@ def test_taper_follows_the_gaps():
     assert_close(decay.taper(), torch.tensor(expected).clamp(0, 1), TOLERANCE)
 
 
-@each_spectral
-def test_spectral_coherence_is_bounded_by_the_smallest_gap(name, granularity):
-    """Two modes e^{−s e^{p}} overlap by sech(|p_i − p_j| / 2). No pair overlaps more than the nearest neighbours."""
-    p = trained(name, granularity).log_rates().detach().double()
-    coherence = 1 / torch.cosh((p.unsqueeze(0) - p.unsqueeze(1)).abs() / 2)
-    coherence.fill_diagonal_(0)
-    bound = 1 / math.cosh(p.diff().min().item() / 2)
-    assert coherence.max().item() <= bound * (1 + 1e-12)
-    assert bound < 1
-
-
 LAWS = {  # −g without the taper, from log-rates p and activations f
     "mamba2": lambda decay, p, f: p.exp() * F.softplus(f + math.log(math.expm1(0.05))),
     "mamba2_released": lambda decay, p, f: p.exp() * F.softplus(f + math.log(math.expm1(0.05))),

@@ -5,8 +5,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_packs, assert_pads, assert_same, assert_streams, cases, leaves, with_grads
-from test_parity import fla, heads_first, on_linux
+from helpers import (
+    assert_close,
+    assert_packs,
+    assert_same,
+    cases,
+    fla,
+    leaves,
+    on_linux,
+    with_grads,
+)
+from test_parity import heads_first
 
 from halflife import layers
 from halflife.layers.rwkv7 import RWKV7ChannelMix
@@ -133,40 +142,12 @@ def test_channel_mix_equals_fla():
     assert_close(with_grads((got, None), arguments), with_grads((y, None), arguments), SINGLE)
 
 
-def channel_mix():
-    return noisy(RWKV7ChannelMix(HIDDEN, layer_idx=1, num_layers=3))
-
-
-def two_layers():
-    mixers = noisy(stack(post={"train_length": 16}))
-
-    def run(x, state, **options):
-        before = state and [{name[2:]: part for name, part in state.items() if name[0] == i} for i in "01"]
-        y, states = run_stack(mixers, x, before, **options)
-        return y - x, {f"{i}.{name}": part for i, own in enumerate(states) for name, part in own.items()}
-
-    return run
-
-
-each_module = pytest.mark.parametrize("make", [channel_mix, two_layers])
-
-
-@each_module
-def test_streams_like_the_full_pass(make):
-    assert_streams(make(), inputs(), EXACT)
-
-
-@each_module
-def test_packed_equals_separate(make):
-    state, alone = assert_packs(make(), lambda *size: inputs(*size).requires_grad_(), EXACT)
+def test_packed_channel_mixes_equal_separate_ones():
+    """With gradients. `test_registry.py` streams, packs and pads the whole model."""
+    channel_mix = noisy(RWKV7ChannelMix(HIDDEN, layer_idx=1, num_layers=3))
+    state, alone = assert_packs(channel_mix, lambda *size: inputs(*size).requires_grad_(), EXACT)
     for row, own in enumerate(alone):
         assert_close({name: part[row : row + 1] for name, part in state.items()}, own, EXACT)
-
-
-@each_module
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(make, side):
-    assert_pads(make(), inputs, side, EXACT)
 
 
 def test_deeper_layers_mix_in_the_first_values():

@@ -41,15 +41,6 @@ def test_pieces_forks_and_files_go_on_from_the_same_state(name, tmp_path):
         torch.testing.assert_close(one.feed(ids[8:]).next_logits, expected, rtol=0, atol=5.6e-15)
 
 
-def test_a_recurrent_session_does_not_grow_and_a_llama_does():
-    def size(session):
-        return sum(x.numel() for layer in session.state for x in layer.values())
-
-    recurrent, growing = Session(build("mamba2")), Session(build("llama"))
-    assert size(recurrent.feed([1])) == size(recurrent.feed([1] * 50))
-    assert size(growing.feed([1])) < size(growing.feed([1] * 50))
-
-
 def test_bad_files_are_one_line_errors(tmp_path):
     session = Session(build("mamba2")).feed([1, 2])
     path = session.save(tmp_path / "state")

@@ -47,7 +47,6 @@ def test_the_least_gap_collapses():
     logs = spectra.minimum_gap([5, 20], density=1 / 15, draw=lambda u: (1 + 15 * u).log(), trials=2000)
     assert all(mean < bound for mean, bound in zip(logs["mean"], logs["bound"], strict=True))
     assert_raises(ValueError, "two channels", spectra.minimum_gap, [1])
-    draw(theory_figures.gaps(found)).canvas.draw()
 
 
 def test_coherence_and_its_bound():
@@ -79,7 +78,6 @@ def test_channels_in_use():
         slow = rates[: 17 - count]
         assert (1 - torch.exp(-slow * t) <= 1 - math.exp(-1)).all()
         assert (1 - torch.exp(-rates[17 - count :] * t) >= (1 - math.exp(-1)) * (1 - 1e-9)).all()
-    draw(theory_figures.channels_in_use(found)).canvas.draw()  # as in the files of earlier versions
     for t in (10, 100, 10_000):
         theorem, default = (spectra.effective_channels(rates, [t], 1e4, reference) for reference in (1e4, 1))
         assert (theorem["counted"], theorem["law"]) == ([17], [pytest.approx(17)])
@@ -123,9 +121,6 @@ def test_the_response_as_run_is_the_recurrence_of_the_layer():
 
 def test_response_figure():
     data = spectra.responses(geometric_rates(5, 100), [10, 100], 100)
-    figure = draw(theory_figures.impulse_responses(data))
-    figure.canvas.draw()
-    assert [len(axes.lines) for axes in figure.axes] == [4] * 6
     figure = draw(
         theory_figures.impulse_responses({**data, "default": spectra.responses(geometric_rates(5, 100), [10, 100])})
     )
@@ -183,8 +178,6 @@ def test_energy_of_moving_gates():
     # The mean of n squares of a normal variable has the relative error √(2/n).
     shares = f64(data["simulated"])[:, ::40] / held[:, ::40]
     assert (shares - 1).abs().max() < 4.5 * math.sqrt(2 / 1500)
-    draw(theory_figures.energy_growth(data)).canvas.draw()
-    assert len(theory_figures.energy_growth({**data, "default": data}).panels) == 6
 
 
 @pytest.mark.parametrize("slack", [0, 0.1, 0.5, 0.9])
@@ -210,9 +203,6 @@ def test_best_taper_by_hand():
     assert spectra.best_taper(torch.ones(7), 4).tolist() == pytest.approx(taper(4).tolist())
     assert_raises(ValueError, "positive information", spectra.best_taper, torch.tensor([1.0, 0]), 3)
     assert_raises(ValueError, r"\[0, 1\)", spectra.taper_bound, 1, 3)
-    bands = {e: {k: v.tolist() for k, v in spectra.taper_bound(e, 5)._asdict().items()} for e in (0.1, 0.3)}
-    bands[0.3]["best"] = taper(5).tolist()
-    draw(theory_figures.taper_bands(bands)).canvas.draw()
 
 
 def test_autocovariance_is_a_mean_over_pairs():

@@ -14,10 +14,12 @@ from helpers import (
     assert_raises,
     assert_same,
     call_of,
+    everywhere,
     generator,
     leaves,
     relative_error,
     slices,
+    slow_after_resets,
     with_grads,
 )
 from pairwise import crossed
@@ -290,10 +292,6 @@ def at(*steps):
     return change
 
 
-def everywhere(value):
-    return lambda g: g.fill_(value)
-
-
 def strong(value):
     """Return a change in which every seventh step forgets all but e^value."""
 
@@ -301,12 +299,6 @@ def strong(value):
         g[:, ::7] = value
 
     return change
-
-
-def slow_after_resets(g):
-    """After a run of full resets come log-decays of −0.01, which float32 would lose in a sum of −2,000."""
-    g[:, :20] = -1000
-    g[:, 20:] = -0.01
 
 
 RESETS = {

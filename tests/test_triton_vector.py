@@ -4,7 +4,16 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same, generator, leaves, with_grads
+from helpers import (
+    assert_close,
+    assert_raises,
+    assert_same,
+    everywhere,
+    generator,
+    leaves,
+    slow_after_resets,
+    with_grads,
+)
 from pairwise import crossed
 
 from halflife.ops import linear_attention
@@ -147,21 +156,11 @@ def test_segments_of_narrow_inputs(short_segments, dtype, bounds):
     check(inputs(70, batch=batch, heads=2, sequences=2), dtype, cu_seqlens=bounds)
 
 
-def everywhere(value):
-    return lambda g: g.fill_(value)
-
-
 def some(value):
     def change(g):
         g[:, ::7, :, ::2] = value
 
     return change
-
-
-def slow_after_resets(g):
-    """Log-decays of −0.01, which float32 would lose in a sum of −2,000, after full resets."""
-    g[:, :20] = -1000
-    g[:, 20:] = -0.01
 
 
 DECAYS = {

@@ -225,7 +225,6 @@ def filtered_readout(
     """Return B* ((1 − μ) I + μ Φ_K) `[…, P, R]`, which the layer multiplies by η and applies to queries.
 
     Args:
-        operator: the statistics.
         power: K.
         gamma, mix: γ and μ, numbers or `[…]`.
     """
@@ -243,17 +242,3 @@ def _change(operator: Operator, power: int, gamma: float | Tensor, mix: float | 
     mix = torch.as_tensor(mix, dtype=torch.float64, device=operator.gram.device)
     eye = torch.eye(operator.gram.shape[-1], dtype=torch.float64, device=operator.gram.device)
     return mix[..., None, None] * (operator.power(power, gamma) - eye)
-
-
-def state_size(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> int:
-    """Return the numbers in a head's state at any length: 2r² + Pr + r + 1 (Prop. I.14), and the incomplete chunk.
-
-    Its tokens have `decays` log-decays each. The paper leaves out the chunk, although chunk-causal streaming must store
-    it. Its 77 KB for the 50M model (§3.5; r 56, P 64, 7 heads, 4 layers, float32) are 1.1 MB by its own formula.
-    """
-    return 2 * rank**2 + width * rank + rank + 1 + (chunk_size - 1) * (rank + width + decays)
-
-
-def crossover(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> float:
-    """Return the length T beyond which a cache of keys and values, T (r + P) numbers, is larger than `state_size`."""
-    return state_size(rank, width, chunk_size, decays) / (rank + width)

@@ -241,13 +241,11 @@ def measure_masks(
 
     Args:
         folders: checkpoints, or runs with checkpoints below them.
-        text: files to read.
         task: a task to read, `name` or `name:tier`. Without text and task, each model reads the task of its training.
         tokens: the length of a sequence. Each is read from its start.
         sequences: the number of sequences.
         tokenizer: for text, the name or folder of a tokenizer of transformers. None takes the one in the folder
             of each model, and reads bytes where there is none.
-        device: where the models run.
 
     Raises:
         FileNotFoundError: if there is no checkpoint, no such file, or no task that a checkpoint was trained on.

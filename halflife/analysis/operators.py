@@ -16,6 +16,7 @@ from halflife.analysis.decays import QUANTILES, Quantiles
 from halflife.analysis.koopman import Operator
 from halflife.analysis.records import Record
 from halflife.evaluation import evaluating
+from halflife.evaluation.memory import ska_crossover, ska_state_size
 from halflife.models import LanguageModel
 from halflife.ops.koopman.decays import weigh_tokens
 
@@ -78,7 +79,7 @@ class LayerOperators(Record):
         power, ridge: the filter's power K, and ε.
         chunk_size: the tokens of a chunk, 1 if the operator is refreshed at every token.
         retries: the number of operators whose factorisation was repeated with a larger ridge while reading.
-        state_size: the numbers in the state of a head, see `koopman.state_size`.
+        state_size: the numbers in the state of a head, see `evaluation.memory.ska_state_size`.
         crossover: the length in tokens beyond which a cache of keys and values is larger than this state.
         heads: one entry for each head.
     """
@@ -103,7 +104,6 @@ def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]
     The operator is the one in the op's state, so it is made of all full chunks.
 
     Args:
-        model: any language model.
         ids: sequences `[N, T]`. Each is read from its start.
 
     Raises:
@@ -158,7 +158,7 @@ def _summarise(layer: int, mixer: SKALayer, statistics: list[_Statistics]) -> La
     return LayerOperators(
         layer=layer, tokens=statistics[0].tokens, rank=rank, width=width, power=options["power"],
         ridge=options["ridge"], chunk_size=chunk_size, retries=sum(one.retries for one in statistics),
-        state_size=koopman.state_size(*sizes), crossover=koopman.crossover(*sizes),
+        state_size=ska_state_size(*sizes), crossover=ska_crossover(*sizes),
         heads=[
             HeadOperator(head=h, **{name: x[h].item() for name, x in numbers.items()}, eigenvalues=first[h])
             for h in range(mixer.num_heads)

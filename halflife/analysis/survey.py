@@ -70,8 +70,6 @@ def measure_models(
             else the length that is read.
         tokenizer: the name or folder of a tokenizer of transformers. None takes the tokenizer in the folder of
             each model, and reads bytes where there is none.
-        device: where the models run.
-        show: whether to draw a progress bar.
 
     Raises:
         FileNotFoundError: if a folder has no checkpoint, or a file is missing.

@@ -187,7 +187,6 @@ class Corpus:
 
     Attributes:
         digest: SHA-256 of the text, the tokenizer and the splits.
-        tokenizer: the tokenizer of the corpus.
         tokens, bytes, documents: their numbers over all splits.
     """
 

@@ -92,7 +92,7 @@ class PoST(Decay):
         self.base_endpoints = slow, fast
         self.base_shape = decay.base_shape
         self.channels = math.prod(self.base_shape)
-        self.theta = nn.Parameter(torch.empty(1))
+        self.theta = nn.Parameter(torch.empty(1))  # FSDP shards only parameters with an axis
         if self.channels > 1:
             self.delta = nn.Parameter(torch.empty(self.channels - 1))
         else:  # FSDP2 cannot shard the gradient of an empty parameter
@@ -107,12 +107,6 @@ class PoST(Decay):
         if self.channels > 1:
             gap = (fastest - slowest) / (self.channels - 1)
             self.delta.fill_(inverse_softplus_of(max(gap, 1e-6)))
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Read θ also from earlier checkpoints, where it has no axis. FSDP shards only parameters with one."""
-        if (theta := state_dict.get(f"{prefix}theta")) is not None and not theta.ndim:
-            state_dict[f"{prefix}theta"] = theta.unsqueeze(0)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def base(self) -> Tensor:
         """The sorted base parameters `[N]`, strictly increasing: log-rates, or logits for RWKV-7."""

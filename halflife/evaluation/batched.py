@@ -35,7 +35,6 @@ def loglikelihoods(
         model: the model, on its device and in evaluation mode.
         pairs: token ids of (context, continuation); a context has at least one token.
         batch_size: most continuations in a batch.
-        show: whether to draw a progress bar.
     """
     # Sorting puts equal contexts side by side, and contexts of similar length into one batch, the longest first.
     order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), *map(tuple, pairs[i])))

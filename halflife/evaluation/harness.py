@@ -233,7 +233,6 @@ def evaluate(
 
     Args:
         model: the model, on its device; it is in evaluation mode during the call.
-        tokenizer: the model's tokenizer.
         tasks: names of tasks, groups or tags.
         batch_size: most texts in a batch.
         limit: largest number of examples of a task; below 1, the fraction of them; None means all.
@@ -243,7 +242,6 @@ def evaluate(
         seed: seed of all random numbers, including the choice of few-shot examples; None means the harness's seeds,
             with which published numbers were made.
         max_length: largest number of tokens of one text; longer texts lose their beginning. None truncates nothing.
-        show: whether to draw progress bars.
         add_bos_token: whether the tokenizer adds its special tokens to a text; None means its default.
         prefix_token_id: the token that precedes the first token of a text; None means BOS, else the end token.
 

@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -206,12 +205,18 @@ def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
         raise unknown("cache dtype", cache_dtype, list(CACHE_DTYPES))
 
 
-def ska_threshold(rank: int, value_dim: int) -> Fraction:
-    """Return the T beyond which SKA's sums hold fewer numbers than its keys and values: `(2r² + Pr + r + 1)/(r + P)`.
+def ska_state_size(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> int:
+    """Return the numbers in a head's state at any length: 2r² + Pr + r + 1 (Prop. I.14), and the incomplete chunk.
 
-    A head has keys of size r (`rank`) and values of size P (`value_dim`). Source: Echo, Proposition I.14.
+    Its tokens have `decays` log-decays each. The paper leaves out the chunk, although chunk-causal streaming must store
+    it. Its 77 KB for the 50M model (§3.5; r 56, P 64, 7 heads, 4 layers, float32) are 1.1 MB by its own formula.
     """
-    return Fraction(2 * rank**2 + value_dim * rank + rank + 1, rank + value_dim)
+    return 2 * rank**2 + width * rank + rank + 1 + (chunk_size - 1) * (rank + width + decays)
+
+
+def ska_crossover(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> float:
+    """Return the length beyond which a cache of keys and values, T (r + P) numbers, is larger than `ska_state_size`."""
+    return ska_state_size(rank, width, chunk_size, decays) / (rank + width)
 
 
 def ska_sizes(state: LayerState) -> dict[str, Any]:
@@ -232,7 +237,7 @@ def ska_sizes(state: LayerState) -> dict[str, Any]:
     return {
         "layers": list(state.layers), "heads": heads, "rank": rank, "value_dim": value_dim,
         "committed": committed.constant, "pending": pending.constant,
-        "theory": math.floor(ska_threshold(rank, value_dim)) + 1, "measured": committed.smaller_from(cache),
+        "theory": math.floor(ska_crossover(rank, value_dim)) + 1, "measured": committed.smaller_from(cache),
         "with_pending": (committed + pending).smaller_from(cache),
     }  # fmt: skip
 

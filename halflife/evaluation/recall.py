@@ -33,7 +33,6 @@ def accuracy(
 
     Args:
         model: the model; it is in evaluation mode during the call, which does not change its results.
-        task: the task.
         split: "train", "validation" or "test", see `stream_seed`.
         seed: seed of the examples, see `stream_seed`.
         num_examples: number of examples, at least 1.

@@ -45,7 +45,6 @@ def evaluate(
 
     Args:
         model: the model, on its device; it is in evaluation mode during the call.
-        tokenizer: the model's tokenizer.
         tasks: names of tasks, see `tasks.ruler.names`.
         lengths: numbers of tokens of a prompt with its continuation.
         examples: number of examples of each task and length. A multiple of ten has each tenth of depths
@@ -53,7 +52,6 @@ def evaluate(
         seed: seed of the examples.
         essay: text in which needles are hidden, for the tasks that need one.
         batch_size: prompts in a batch.
-        show: whether to draw a progress bar.
 
     Raises:
         ValueError: no task or length is given, a number is below 1, or no example exists for a task and a length (see

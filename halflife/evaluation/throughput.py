@@ -122,7 +122,6 @@ def measure_steps(
         lengths: tokens of a sequence, in any order.
         tokens: tokens of a step; a step has one sequence at least.
         hidden_size, num_layers, num_heads, vocab_size: as in `preset`.
-        device: a device of torch.
         bf16: whether to use mixed precision.
         rounds, seconds: as in `interleaved`, for each length.
         forward: whether to time a forward pass alone, without gradients (PoST, §5.2).

@@ -35,7 +35,6 @@ class Written:
     """A graph that was written and checked.
 
     Attributes:
-        path: the file.
         tokens: tokens of a piece.
         form: "step" for one token; "chunked", or "token loop" where a graph or ONNX cannot express a chunked form.
         difference: largest difference of logits and states from the model's, relative to the largest entry of each.

@@ -10,8 +10,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
-from halflife.hf import earlier
 from halflife.hf.cache import HalflifeCache
 from halflife.hf.causal_lm import HalflifeForCausalLM
 from halflife.hf.classification import HalflifeForSequenceClassification, HalflifeForTokenClassification
@@ -31,4 +32,5 @@ for auto, model in (
     (AutoModelForTokenClassification, HalflifeForTokenClassification),
 ):
     auto.register(HalflifeConfig, model, exist_ok=True)
-earlier.register()
+# `checkpoint.save` names the head without the prefix of the wrapper.
+register_checkpoint_conversion_mapping("HalflifeForCausalLM", [WeightRenaming(r"^head\.", "lm_head.")], overwrite=True)

@@ -23,7 +23,6 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
     """A `HalflifeModel` (`.model`) with a head (`.lm_head`).
 
     Args:
-        config: the configuration.
         network: a `LanguageModel` whose parts it takes; None builds one.
     """
 

@@ -84,7 +84,6 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
     """The base model: token ids → normalised hidden states, without a head.
 
     Args:
-        config: the configuration.
         network: a `LanguageModel` whose parts it takes; None builds one.
     """
 

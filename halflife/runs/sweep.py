@@ -164,7 +164,6 @@ def run_sweep(
         folder: the folder of the sweep; its `config.json` has "learning_rates" (model → list) and "seeds".
         configure: returns the configuration of a cell.
         seeds: the seeds to run now; None for all. The table also contains finished runs of other seeds.
-        show: whether to draw progress bars.
         runner: runs the jobs that have no result yet.
         execution: how the runs use memory; None for the defaults.
 

@@ -44,7 +44,6 @@ def measure_recall(
             value. Needles stand before all fillers, without decoys.
         lags: L, ascending, from 0.
         examples: the number of sequences. Each is asked for all of its pairs, one at a time, at every lag.
-        seed: the seed of the sequences.
 
     Returns:
         One accuracy for each lag.

@@ -128,8 +128,6 @@ def measure_forecasts(
         pairs, length: K and T of MQAR for models of transformers. `length` is their T of a text as well.
         beginning: tokens of a text whose influence is measured.
         text_window: the further tokens of a text that are read for the forecast.
-        device: where the models run.
-        show: whether to draw a progress bar.
 
     Raises:
         FileNotFoundError: if there is no checkpoint, or a file of the text is missing.

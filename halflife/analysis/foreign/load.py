@@ -56,7 +56,6 @@ def load_foreign(source: str | Path, device: torch.device | str = "cpu") -> Fore
     Args:
         source: a folder, or a name on the hub, `owner/name` or `owner/name@revision`. A model in the hub's cache needs
             no network.
-        device: where the model runs.
 
     Raises:
         FileNotFoundError: a file is missing.

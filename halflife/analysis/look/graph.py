@@ -115,7 +115,6 @@ def write_lens(model: LanguageModel, path: Path, slots: int) -> LensStep:
 
     Args:
         model: the model in evaluation mode, in float32 on the CPU.
-        path: the file.
         slots: N, the most tokens of a text.
 
     Raises:

@@ -112,7 +112,6 @@ class Comparison:
         """What the runs in `folder` that have no result yet will take; see `training.trial.try_runs`.
 
         Args:
-            folder: the folder of the comparison.
             only_seeds: the seeds to run; None for all.
             rows: sequences of a micro-batch; None for whole batches.
         """
@@ -301,11 +300,9 @@ def run_comparison(
     """Run, or continue, the comparison in `folder`; then write its table, figures and report.
 
     Args:
-        folder: the folder.
         comparison: what it holds; None to read it.
         only_seeds: the seeds to run now, so that several processes can share the work; None for all. The table
             contains every finished run.
-        show: whether to draw progress bars.
         runner: runs the cells (`runs.pool.make_runner`).
         execution: how the runs use memory; None for the defaults.
 

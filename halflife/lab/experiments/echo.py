@@ -63,7 +63,6 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     """The preset of a name `preset:variant`, and the options of its SKA layers.
 
     Args:
-        name: the name of a model.
         also: names that the experiment has beside the variants, for the message.
 
     Raises:

@@ -41,7 +41,6 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     """The preset of a name `preset:variant-variant`, and the options of its mixers that the variants change.
 
     Args:
-        name: the name of a model.
         also: names that the experiment has beside the variants, for the message.
 
     Raises:

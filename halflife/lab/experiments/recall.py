@@ -156,7 +156,6 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
     not count γ and η of SKA.
 
     Args:
-        name: a preset.
         settings: sizes.
         **options: options of the hybrid layers; the defaults are rank 24 and the chunk of the settings.
     """

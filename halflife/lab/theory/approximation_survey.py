@@ -40,7 +40,6 @@ def error_by_channels(
         lengths: T.
         beta: exponent β of the power law.
         draws: number of draws of random rates. Their median error is taken.
-        seed: the seed of these draws.
         continuous: whether the error is over the interval [1, T] instead of its integers.
         cache: JSON file that stores the best ends and steps.
 

@@ -190,7 +190,6 @@ def compute(
         settings: numbers and files.
         topics: names in `TOPICS`. Default: all topics for which the settings have files.
         cache: JSON file that stores the best ends and steps.
-        show: whether to draw a progress bar.
 
     Returns:
         topic → plain data, in which all numbers are finite.

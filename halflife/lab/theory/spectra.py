@@ -38,8 +38,6 @@ def minimum_gap(
         channels: N, each at least 2.
         density: m, the smallest density of the draws.
         draw: an inverse distribution function, which maps uniform numbers on [0, 1] to draws. Default: u/m.
-        trials: samples for each N.
-        seed: the seed of the generator.
 
     Returns:
         "channels", "trials", and one number for each N: "mean", "error" (the standard error of the mean), "bound",

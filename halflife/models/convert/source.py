@@ -88,7 +88,6 @@ def settings(
     """Return the settings that a converter reads from a `config.json`; missing ones get their defaults.
 
     Args:
-        config: the JSON object.
         defaults: the settings that are read and their defaults: booleans and positive numbers, which must be integers
             if the default is one. The default None means that the source library computes the number.
         fixed: settings of which halflife can represent some values only; the first value is the default.

@@ -307,7 +307,6 @@ def untrained_recall(task: MQAR, *, power: int, mix: float = 1.0, gamma: float =
     largest product. A query reads all tokens before its first step.
 
     Args:
-        task: the task.
         power, mix, gamma: K, μ and γ.
         masked: whether only facts enter the sums.
     """

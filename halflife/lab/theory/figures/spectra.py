@@ -98,14 +98,10 @@ def coherence_maps(data: Mapping[str, Data]) -> FigureData:
 
 
 def channels_in_use(data: Data) -> FigureData:
-    """Number of channels with time-scales in [1, t] against t (log), and the law N log t / log of the longest one.
-
-    "theorem" and "default", the same for both kinds of stretching, may be missing.
-    """
-    forms = {"static": data, "t_ref = T": data.get("theorem"), "t_ref = 1": data.get("default")}
-    found = {name: one for name, one in forms.items() if one}
-    series = curves(data["positions"], {name: one["counted"] for name, one in found.items()}, "line")
-    for one, color in zip(found.values(), COLOURS, strict=False):
+    """Number of channels with time-scales in [1, t] against t (log), and the law N log t / log of the longest one."""
+    forms = {"static": data, "t_ref = T": data["theorem"], "t_ref = 1": data["default"]}
+    series = curves(data["positions"], {name: one["counted"] for name, one in forms.items()}, "line")
+    for one, color in zip(forms.values(), COLOURS, strict=False):
         series.append(formula(data["positions"], one["law"], color=color))
     y = Axis("channels in use", limits=(0, 1.08 * data["channels"]), whole=True)
     return FigureData(
@@ -115,15 +111,15 @@ def channels_in_use(data: Data) -> FigureData:
 
 
 def _forms(data: Data) -> list[tuple[str, Data]]:
-    """The result and its "default", if it has one, each with what stands in front of titles."""
-    return [("t_ref = T, ", data), ("t_ref = 1, ", data["default"])] if data.get("default") else [("", data)]
+    """The result and its "default", each with what stands in front of titles."""
+    return [("t_ref = T, ", data), ("t_ref = 1, ", data["default"])]
 
 
 def impulse_responses(data: Data) -> FigureData:
     """Responses of the slowest, middle and fastest channel, above against the lag and below against lag / position.
 
     Lines are those of Corollary 4.13. Dotted lines have the gates of every step along the way. If all lines of a panel
-    coincide, the channel's response is a function of that panel's x-axis. "default", if given, is drawn below.
+    coincide, the channel's response is a function of that panel's x-axis. "default" is drawn below.
     """
     channels = evenly(range(len(data["rates"])), 3)
     styles = model_styles([f"t = {t:,}" for t in data["positions"]])
@@ -146,10 +142,7 @@ def impulse_responses(data: Data) -> FigureData:
 
 
 def energy_growth(data: Data) -> FigureData:
-    """Expected energy of the slowest, middle and fastest channel against t (both log), by formula and simulated.
-
-    "default", if given, is drawn below.
-    """
+    """Expected energy of the slowest, middle and fastest channel against t (both log), by formula and simulated."""
     channels = evenly(range(len(data["rates"])), 3)
     names = {
         "gates frozen at t, continuous time": "continuous", "gates frozen at t, discrete time": "frozen",
@@ -184,10 +177,7 @@ def relative_energies(data: Data) -> FigureData:
 
 
 def taper_bands(data: Mapping[Any, Mapping[str, Sequence[float]]]) -> FigureData:
-    """How far the taper may deviate from a line: a panel for each slack ε, with the paper's bound and the sharp one.
-
-    "best", an optimal taper, may be missing.
-    """
+    """How far the taper may deviate from a line: a panel for each slack ε, with the paper's bound and the sharp one."""
     panels = []
     for slack, bounds in data.items():
         count = len(bounds["paper"])
@@ -196,11 +186,10 @@ def taper_bands(data: Mapping[Any, Mapping[str, Sequence[float]]]) -> FigureData
         for key, (_, color, alpha) in BANDS.items():
             low, high = (np.clip(ideal + side * np.array(bounds[key]), 0, 1) for side in (-1, 1))
             bands.append(Band(channel, low, high, color, alpha))
-        series = [formula(channel, ideal, "even")]
-        if "best" in bounds:
-            name = "best for uneven information"
-            series.append(Series(name, name, DOTS._replace(linestyle="-"), channel, bounds["best"]))
+        name = "best for uneven information"
+        best = Series(name, name, DOTS._replace(linestyle="-"), channel, bounds["best"])
         y = Axis("taper α", limits=(-0.03, 1.03))
-        panels.append(Panel(f"ε = {slack}", Axis("channel (slowest first)", whole=True), y, series, bands=bands))
+        x, series = Axis("channel (slowest first)", whole=True), [formula(channel, ideal, "even"), best]
+        panels.append(Panel(f"ε = {slack}", x, y, series, bands=bands))
     keys = {name: Key(ModelStyle(color, "", "-"), "bar") for name, color, _ in BANDS.values()}
     return FigureData("theory_taper", "Tapers", panels, keys=keys, size=(2.4, 3.0), shared=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from halflife.analysis.koopman import (
     Operator,
-    crossover,
     excess_risk,
     filtered_readout,
     lambda_min,
@@ -19,8 +18,8 @@ from halflife.analysis.koopman import (
     loss,
     norm,
     sigma_max,
-    state_size,
 )
+from halflife.evaluation.memory import ska_crossover, ska_state_size
 from halflife.lab.theory.koopman_bounds import bauer_fike, eigenvalue_bound, perturbation_bound
 from halflife.lab.theory.statements import ska_filter
 from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
@@ -190,11 +189,11 @@ def _memory() -> dict[str, dict[str, Any]]:
     """§3.5, §6.2 and Prop. I.14."""
     rank, width = 56, 64
     cache = [length * (rank + width) for length in range(1, 1000)]
-    smaller = next(length for length, size in enumerate(cache, 1) if size > state_size(rank, width))
+    smaller = next(length for length, size in enumerate(cache, 1) if size > ska_state_size(rank, width))
     return {
         "crossover": row(
             "Echo, Prop. I.14", "first length at which a cache is larger, counted and by the formula (r 56, P 64)",
-            NUMBER, [smaller, crossover(rank, width)]),
+            NUMBER, [smaller, ska_crossover(rank, width)]),
         "state kB": row("Echo, §3.5", "kB of the SKA states of the 50M model in float32", NUMBER,
-            4 * 4 * 7 * state_size(rank, width) / 1000),
+            4 * 4 * 7 * ska_state_size(rank, width) / 1000),
     }  # fmt: skip
