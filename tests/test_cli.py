@@ -281,7 +281,7 @@ def test_the_settings_of_a_run_are_a_file_of_options():
     assert (command.model, command.recipe.lr) == (run["model"]["name"], run["learning_rate"])
 
 
-@pytest.mark.parametrize(("name", "count"), [("train", 46), ("compare", 46)])
+@pytest.mark.parametrize(("name", "count"), [("train", 47), ("compare", 46)])
 def test_options_of_groups_have_no_prefix(name, count, capsys):
     options = options_of(command_class(name)())
     assert len(options) == count

@@ -125,6 +125,8 @@ class TrainExecution(Execution):
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     context_parallel: int = 1
     """With torchrun, processes that share each row: each has a piece, and states pass from one to the next."""
+    profile: bool = False
+    """Profile three steps, by pass: profile.csv, and trace.json for chrome://tracing or ui.perfetto.dev."""
     tensorboard: bool = False
     """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
@@ -148,7 +150,6 @@ class Train:
       halflife train mamba2 --data notes.txt=0.7 "docs/**/*.md=0.3" --tokens 5M
       halflife train --from my-checkpoint --data notes.txt --tokens 2M --lr 1e-4 --freeze "embedding*"
       halflife train mamba2+post --from mamba2-130m-hf --post-fit --data notes.txt
-      halflife train --config run.yaml --lr 3e-3
       halflife train --resume runs/20260101-120000-mamba2
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp --compile
       halflife train mamba2 --size decay-160m --data notes.txt --tokens 10B --bf16 --dry-run --gpus 64
@@ -185,7 +186,7 @@ class Train:
         from halflife.training.config import ExecutionConfig, rank
 
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
-        names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel")
+        names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel", "profile")
         tracking = track_options((*own.track, *["tensorboard"] * own.tensorboard))
         chosen = {} if self.job.dry_run else {name: getattr(own, name) for name in names}  # without torchrun, too
         execution = ExecutionConfig(**chosen, show=show, **tracking)

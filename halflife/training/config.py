@@ -119,6 +119,7 @@ class ExecutionConfig:
         fsdp: whether to shard parameters, gradients and optimiser (FSDP2) over the processes, or with context_parallel
             over those that have the same piece of different rows. Otherwise each process holds all of them (DDP).
         context_parallel: processes that share each row, of which each has a piece (`halflife.parallel`).
+        profile: whether to profile a few steps by pass (`evaluation.profile`).
         track: names of `TRACKERS`, to which the run is reported (`training.trackers`).
         sweep: the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run
             by itself.
@@ -136,6 +137,7 @@ class ExecutionConfig:
     compile: bool = False
     fsdp: bool = False
     context_parallel: int = 1
+    profile: bool = False
     track: tuple[str, ...] = ()
     sweep: Path | None = None
     observe: Callable[..., Any] | None = None
