@@ -28,6 +28,7 @@ name:
     low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
     percent(x), plain(x)       the mean and its interval, in percent or as it is
     signed(x)                  the mean and its interval at each budget of the decay grid, with the sign
+    by_layer(x)                the mean and its interval in each layer, with the sign
     learned(file, model)       whether a model has learned its training task
     mark(file, model)          " (not learned)", or nothing
     measured(file, model)      whether a file has a model, such as a control
@@ -57,8 +58,8 @@ from halflife.report.intervals import MIN_SEEDS, bootstrap, has_learned, in_perc
 
 DOCS = Path(__file__).parent
 PAGE, COSTS = DOCS / "claims.md", RESULTS / "claims_costs.json"
-# The decay grid at two budgets: losses, and regressions of them on the decays.
-GRID = {"decay_design.csv": "decay_regression.json", "decay_design_double.csv": "decay_regression_double.json"}
+# The decay grid as its authors ran it: losses at two budgets, and decays at the larger one with their regression.
+GRID, DECAYS = ("decay_released.csv", "decay_released_double.csv"), "decay_regression_released.json"
 THEORY = ("theory", "theory_rfc")  # files of `halflife theory`
 VERDICTS = ("holds", "holds in part", "fails", "open")
 MOST_MODELS = 16  # that a claim names one by one
@@ -223,10 +224,15 @@ class Files:
     def loss_above(self, variant: str, base: str) -> np.ndarray:
         """The test losses of a row of the decay grid minus those of another, at each budget `[budgets, seeds]`.
 
-        The seeds are those that both have.
+        The rows are as they were run, and the seeds are those that both have.
         """
-        rows = (variant, base)
-        return np.array([np.subtract(*differences.paired(*(self._losses(n, row) for row in rows))) for n in GRID])
+        pairs = [[self._losses(file, self._as_run(file, row)) for row in (variant, base)] for file in GRID]
+        return np.array([np.subtract(*differences.paired(*pair)) for pair in pairs])
+
+    def _as_run(self, file: str, row: str) -> str:
+        """The released form of a row of the decay grid, or the row itself, which then has no other form."""
+        known = {each["model"] for each in results(file)}
+        return next((name for name in (f"{row}:released", row) if name in known), row)
 
     def text_loss(self, name: str, model: str) -> np.ndarray:
         """The losses on the test text at T, in nats a byte, one number per seed."""
@@ -239,44 +245,30 @@ class Files:
 
     def parameters(self, variant: str) -> int:
         """The parameters of a row of the decay grid."""
-        name = next(iter(GRID))
-        return int(self._selected(name, variant, lambda row: True, "")[0]["parameters"])
+        return int(self._selected(GRID[0], self._as_run(GRID[0], variant), lambda row: True, "")[0]["parameters"])
 
     def best_median(self) -> np.ndarray:
         """The minimum of a parabola through the losses over the medians of λ after training, and its interval.
 
         The interval is NaN if some resampled parabolas have no minimum.
         """
-        found = []
-        for name, regressions in GRID.items():
-            data = self.json(regressions)
-            for model in {run.model for run in data.runs}:
-                self._selected(name, model, lambda row: True, "")
-            parabola = data.regressions.trained["median and its square"]
-            found.append([parabola["best"], parabola["best low"], parabola["best high"]])
-        return np.array(found, dtype=float)
+        data = self.json(DECAYS)
+        for model in {run.model for run in data.runs}:
+            self._selected(GRID[-1], model, lambda row: True, "")
+        parabola = data.regressions.trained["median and its square"]
+        return np.array([parabola["best"], parabola["best low"], parabola["best high"]], dtype=float)
 
     def decays(self, variant: str, when: str = "trained") -> np.ndarray:
-        """The median λ of every seed of a row of the decay grid, at each budget `[budgets, seeds]`.
-
-        It is the mean of the layers' medians, after training or before it ("init").
-        """
-        found = []
-        for name, regressions in GRID.items():
-            self._selected(name, variant, lambda row: True, "")
-            runs = [run for run in self.json(regressions).runs if run.model == variant]
-            found.append([run[when].median for run in sorted(runs, key=lambda run: run.seed)])
-        return np.array(found)
+        """The median λ of a row of the decay grid by layer, `[layers, seeds]`, after training or before it ("init")."""
+        name = self._as_run(GRID[-1], variant)
+        self._selected(GRID[-1], name, lambda row: True, "")
+        runs = [run for run in self.json(DECAYS).runs if run.model == name]
+        return np.array([run[when].medians for run in sorted(runs, key=lambda run: run.seed)]).T
 
     def medians(self, ending: str, when: str = "trained") -> np.ndarray:
-        """The median λ of all runs of the decay grid whose row ends so, at both budgets, as in `decays`."""
-        found = []
-        for name, regressions in GRID.items():
-            for run in self.json(regressions).runs:
-                if run.model.removesuffix(":ours").endswith(ending):
-                    self._selected(name, run.model, lambda row: True, "")
-                    found.append(run[when].median)
-        return np.array(found)
+        """The median λ of all rows of the decay grid that end so, by layer, `[layers, runs]`, as in `decays`."""
+        names = dict.fromkeys(run.model.removesuffix(":released") for run in self.json(DECAYS).runs)
+        return np.concatenate([self.decays(name, when) for name in names if name.endswith(ending)], axis=1)
 
     def step(self, name: str, model: str, length: int) -> float:
         """Seconds of a training step: `name` is a file of `halflife throughput`."""
@@ -356,7 +348,7 @@ class Files:
             **{name: getattr(np, name) for name in numpy}, "array": np.array, "len": len, "zip": zip,
             "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
             **{name: getattr(self, name) for name in read},
-            "plain": lambda x: with_interval(x, 2), "signed": _signed,
+            "plain": lambda x: with_interval(x, 2), "signed": _signed, "by_layer": _by_layer,
             "percent": in_percent,
             "list_of": lambda node: [node[name] for name in node],
             "low": lambda x: min(bootstrap(row).low for row in np.atleast_2d(x)),
@@ -369,6 +361,11 @@ def _signed(x: np.ndarray) -> str:
     """The mean and its interval at each budget of the decay grid, "+0.030 [+0.021, +0.039], with twice the steps …"."""
     budgets = (with_interval(row, 3, "+") for row in np.atleast_2d(x))
     return ", with twice the steps ".join(budgets)
+
+
+def _by_layer(x: np.ndarray) -> str:
+    """The mean and its interval in each layer, "+0.030 [+0.021, +0.039] and …"."""
+    return " and ".join(with_interval(row, 3, "+") for row in x)
 
 
 def _evaluate(expression: str, files: Files, known: Mapping[str, Any]) -> Any:

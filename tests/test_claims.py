@@ -70,7 +70,6 @@ def test_what_is_true_before_training_says_so():
         assert bool(starts) == ("true before training" in claim.number), claim.says
     start, trained = (claims.Files().decays("ablation/mamba2-no-Δ", when) for when in ("init", "trained"))
     assert start.shape == trained.shape
-    assert (start[0] == start[1]).all()  # both budgets begin at the same models
     assert start.max() < 0.4
 
 
