@@ -44,11 +44,18 @@ class Memory:
     def run(self) -> None:
         from halflife.cli.options import new_folder
         from halflife.evaluation.memory import measure_memory
+        from halflife.models import PRESETS
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import memory
         from halflife.report.table import show
         from halflife.report.tables.memory import memory_tables, write_memory
 
+        unknown = [name for name in self.models if name.partition("+")[0] not in PRESETS]
+        if folder := next((name for name in unknown if Path(name).is_dir()), None):
+            raise ValueError(
+                f"{folder} is a folder, and memory compares presets of one size; "
+                f"halflife diagnose {folder} says what the state of a trained model takes"
+            )
         result = measure_memory(
             self.models, self.lengths, hidden_size=self.hidden_size, num_layers=self.num_layers,
             num_heads=self.num_heads, vocab_size=self.vocab_size, dtype=self.dtype, cache_dtype=self.cache_dtype,
