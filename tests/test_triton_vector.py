@@ -209,16 +209,6 @@ def test_nothing_flows_backwards():
     assert_same(run(changed)["o"][:, :13], run(arguments)["o"][:, :13])
 
 
-@pytest.mark.parametrize("name", ["g", pytest.param("q", marks=pytest.mark.slow)])
-def test_a_nan_is_seen_from_its_token_on(name):
-    arguments = in_dtype(inputs(20), torch.float32)
-    arguments[name][:, 9, :, 3] = torch.nan
-    got = run(arguments)
-    assert got["o"][:, :9].isfinite().all()
-    assert got["o"][:, 9].isnan().all()
-    assert got["state"][:, :, 3].isnan().all() or name == "q"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("cu_seqlens", "from_zeros"), [(None, True), (None, False), ([0, 2, 5], False)])
 def test_ops_are_registered_right(cu_seqlens, from_zeros):

@@ -60,8 +60,9 @@ def prepare_kernel(
             reads + row, qs.to(tl.float32) * tl.exp(sums(upto, parts, PRECISION)) * scale, cc, kk, inside, H * K, K, BK
         )
         store(writes + row, ks.to(tl.float32) * tl.exp(sums(after, parts, PRECISION)), cc, kk, inside, H * K, K, BK)
-        # A NaN among the log-decays is seen at its token, and in the states after its chunk.
-        alike = tl.sum(tl.where(given == given, qs.to(tl.float32) * ks.to(tl.float32), float("nan")), 1)
+        # A NaN among the log-decays is seen from its token on, and in the states after its chunk.
+        alike = tl.sum(qs.to(tl.float32) * ks.to(tl.float32), 1)
+        alike += tl.cumsum(tl.sum(tl.where(given == given, 0.0, given.to(tl.float32)), 1), 0)
         found += tl.where(same, alike[:, None], 0.0)
         for level in range(LEVELS):
             weight = tl.exp(sums(level_sums(cc, cc, level), parts, PRECISION))
