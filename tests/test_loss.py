@@ -1,11 +1,15 @@
 """The loss without all logits at once, against the loss with them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_raises
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halflife import LanguageModel, preset
 from halflife.evaluation.language import by_position, document_loss
@@ -14,7 +18,9 @@ from halflife.models import loss
 from halflife.models.loss import ChunkedLoss, mean_loss, token_losses
 from halflife.tasks import IGNORED
 from halflife.training import sharding
+from halflife.training.config import TrainConfig
 from halflife.training.fit import Objective
+from halflife.training.trainer import HalflifeTrainer
 
 
 @pytest.fixture
@@ -45,6 +51,68 @@ def test_the_loss_and_its_gradients_in_float64(chunks, n):
     for found, expected in zip(both(ChunkedLoss.apply, *inputs), both(plain, *inputs), strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("function", [ChunkedLoss.apply, mean_loss])
+@pytest.mark.parametrize("n", [2, 12])
+def test_ignored_labels_count_for_nothing(chunks, function, n):
+    hidden, weight, labels = tensors(n, torch.float64)
+    labels[1::2] = IGNORED
+    for found, expected in zip(
+        both(function, hidden, weight, labels), both(plain, hidden, weight, labels), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
+    assert not any(x.any() for x in both(function, hidden, weight, torch.full_like(labels, IGNORED)))
+
+
+class Fixed(LanguageModel):
+    """A model whose hidden states are given."""
+
+    def __init__(self, hidden, weight):
+        nn.Module.__init__(self)
+        self.given, self.head = hidden, None
+        self.__dict__["embedding"] = SimpleNamespace(weight=weight)
+
+    def hidden(self, *_, **__):
+        return self.given, ()
+
+
+class NoReads(TorchDispatchMode):
+    """Raises where the host of a device would read a value or wait for a shape."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten, packet = torch.ops.aten, function.overloadpacket
+        masked = packet is aten.index and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if masked or packet in (aten._local_scalar_dense, aten.nonzero):
+            raise RuntimeError(f"the host waits for {function}")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_device_is_not_waited_for(chunks):
+    hidden, weight, labels = tensors(12, torch.float32)
+    labels[1::2] = IGNORED
+    expected = both(plain, hidden, weight, labels)
+    with NoReads():
+        found = both(mean_loss, hidden, weight, labels)
+        assert_raises(RuntimeError, "waits for", lambda: hidden[labels != IGNORED])
+    torch.testing.assert_close(found, expected)
+    with FakeTensorMode():  # of a GPU, on which a mask of hidden states would raise, too
+        labels = torch.zeros(2, 15, dtype=torch.long, device="cuda")
+        model = Fixed(torch.empty(2, 15, 5, device="cuda"), torch.empty(1, 5, device="cuda"))
+        assert Objective(model)(labels, labels, num_items_in_batch=labels.sum())["loss"].shape == ()
+
+
+def test_the_optimiser_is_one_kernel_on_a_gpu():
+    config = TrainConfig(
+        model=preset("gla", vocab_size=8, hidden_size=16, num_layers=1), steps=1, batch_size=1, learning_rate=1e-3
+    )
+    for kind, fused in (("cuda", True), ("cpu", None)):
+        trainer = SimpleNamespace(
+            optimizer=None, model=LanguageModel(config.model), config=config,
+            args=SimpleNamespace(device=torch.device(kind)),
+        )  # fmt: skip
+        optimizer = HalflifeTrainer.create_optimizer(trainer)
+        assert [group["fused"] for group in optimizer.param_groups] == [fused] * len(optimizer.param_groups)
 
 
 def test_gradcheck(chunks):

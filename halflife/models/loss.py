@@ -47,13 +47,13 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
         hidden: `[N, D]`. Under autocast, the products have its precision.
         head: the weight of the head, `[V, D]`, or the head itself. One that is no plain `nn.Linear` without hooks (an
             adapter or a quantised map) is called, and its logits are computed again in the backward pass.
-        labels: `[N]`, int64, none of them ignored.
+        labels: `[N]`, int64; those of −100 count for nothing. Without any other the loss is 0.
     """
     weight = _plain_weight(head)
     if weight is None:
         return _recomputed_loss(hidden, head, labels)
     if len(hidden) <= tokens_at_once(len(weight), hidden.device.type):
-        return F.cross_entropy(_wide(logits_of(hidden, weight)), labels)
+        return F.cross_entropy(_wide(logits_of(hidden, weight)), labels, reduction="sum") / _number(labels)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -83,7 +83,12 @@ def _recomputed_loss(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
     rows = _rows(head, hidden)
     chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
     sums = [checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.stack(sums).sum() / len(hidden)
+    return torch.stack(sums).sum() / _number(labels)
+
+
+def _number(labels: Tensor) -> Tensor:
+    """How many labels count, at least 1, as a tensor: a device would have to wait for a number."""
+    return (labels != IGNORED).sum().clamp_min(1)
 
 
 def token_losses(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tensor:
@@ -118,7 +123,8 @@ def _rows(head: Tensor | nn.Module, hidden: Tensor) -> int:
 class ChunkedLoss(torch.autograd.Function):
     """The mean loss and its gradients, chunk by chunk. The arguments are those of `mean_loss`, with one dtype.
 
-    For probabilities p and one-hot labels y, ∂/∂hidden = (p − y) weight / N and ∂/∂weight = (p − y)ᵀ hidden / N.
+    For probabilities p and one-hot labels y, ∂/∂hidden = (p − y) weight / N and ∂/∂weight = (p − y)ᵀ hidden / N over
+    the N tokens whose labels count.
     """
 
     @staticmethod
@@ -126,12 +132,13 @@ class ChunkedLoss(torch.autograd.Function):
         loss = _wide(hidden.new_zeros(()))
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=loss.dtype) if ctx.needs_input_grad[1] else None
-        rows = _rows(weight, hidden)
+        rows, counts, number = _rows(weight, hidden), (labels != IGNORED).unsqueeze(1), _number(labels)
         for first in range(0, len(hidden), rows):
-            part, target = hidden[first : first + rows], labels[first : first + rows].unsqueeze(1)
+            part, share = hidden[first : first + rows], counts[first : first + rows].to(loss.dtype) / number
+            target = labels[first : first + rows].unsqueeze(1).clamp_min(0)
             log_p = _wide(logits_of(part, weight)).log_softmax(-1)
-            loss -= log_p.gather(1, target).sum()
-            error = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0)).div_(len(hidden))
+            loss -= (log_p.gather(1, target) * share).sum()
+            error = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0)).mul_(share)
             narrow = error.to(hidden.dtype)
             if to_hidden is not None:
                 to_hidden[first : first + rows] = narrow @ weight
@@ -139,7 +146,7 @@ class ChunkedLoss(torch.autograd.Function):
                 to_weight += narrow.T @ part
             del log_p, error, narrow  # before the logits of the next chunk
         ctx.save_for_backward(to_hidden, None if to_weight is None else to_weight.to(weight.dtype))
-        return loss / len(hidden)
+        return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -84,10 +84,9 @@ class Objective(nn.Module):
         if carried is not None:
             self.carried.after(carried, after)
         scored = labels != IGNORED
-        if self.context is not None and not scored.any():  # of this piece, but the gradients of states are
-            loss = self.model.logits(hidden[:, :1]).sum() * 0
-        else:
-            loss = mean_loss(hidden[scored], self.model.head_or_weight, labels[scored])
+        if hidden.is_cpu and scored.any():
+            hidden, labels = hidden[scored], labels[scored]  # for which a device would have to wait
+        loss = mean_loss(hidden.flatten(0, -2), self.model.head_or_weight, labels.flatten())
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
     def _loss_of_long_rows(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -110,8 +110,9 @@ class HalflifeTrainer(Trainer):
             trained: Any = self.model if model is None else model
             groups = param_groups(trained, self.config.weight_decay, self.config.learning_rate)
             self.optimizer = torch.optim.AdamW(
-                groups, lr=self.config.learning_rate, betas=self.config.betas, eps=self.config.epsilon
-            )
+                groups, lr=self.config.learning_rate, betas=self.config.betas, eps=self.config.epsilon,
+                fused=self.args.device.type == "cuda" or None,
+            )  # fmt: skip
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
