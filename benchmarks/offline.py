@@ -135,15 +135,25 @@ def output_of(case: Case, batch: int, length: int) -> Tensor:
         return koopman_attention(**tensors_of(case, batch, length), power=1)[0]  # type: ignore[arg-type]
 
 
-def launches_of(case: Case, batch: int, length: int) -> tuple[list[Launch], list[Launch]]:
-    """The kernels that a call launches, forward and then backward."""
+def launches_of(
+    case: Case, batch: int, length: int, target: str = "sm_90"
+) -> tuple[list[Launch], list[Launch]]:  # fmt: skip
+    """The kernels that a call launches on a target, whose tiles may be its own, forward and then backward."""
     forward: list[Launch] = []
     backward: list[Launch] = []
-    with offline_kernels.captured(forward):
+    with offline_kernels.captured(forward, target):
         o = output_of(case, batch, length)
-    with offline_kernels.captured(backward):
+    with offline_kernels.captured(backward, target):
         o.float().sum().backward()
     return forward, backward
+
+
+def launches_by_target(case: Case) -> list[dict[str, Launch]]:
+    """Each launch of a case, for each target."""
+    by_target = [
+        [x for shape in case.shapes for part in launches_of(case, *shape, target) for x in part] for target in TARGETS
+    ]
+    return [dict(zip(TARGETS, launches, strict=True)) for launches in zip(*by_target, strict=True)]
 
 
 def name_of(launch: Launch, case: str) -> str:
@@ -168,15 +178,18 @@ def trips(launch: Launch) -> int:
     return given.get("PER", 1)
 
 
-def row_of(launch: Launch, copy: float) -> tuple[Row, dict[str, Any]]:
-    """The row of a kernel, and facts about it: which limits it has, and its cycles by the static model."""
+def row_of(launch: Launch, copy: float, others: dict[str, Launch] | None = None) -> tuple[Row, dict[str, Any]]:
+    """The row of a kernel, and facts about it: which limits it has, and its cycles by the static model.
+
+    `launch` is that of an H100, and `others` are those of targets with other tiles.
+    """
     text = offline_kernels.intermediate(launch)
     does = offline_kernels.roles(text)
-    size = offline_kernels.moved(launch, does)
     row: Row = {}
     for target in TARGETS:
-        kernel = offline_kernels.compiled(launch, target)
-        row[target] = {**offline_code.resources(kernel), "bytes": size}
+        own = (others or {}).get(target, launch)
+        kernel = offline_kernels.compiled(own, target)
+        row[target] = {**offline_code.resources(kernel), "bytes": offline_kernels.moved(own, does)}
         if target == "sm_90":
             cycles = offline_code.timing(offline_code.disassembled(kernel.asm["cubin"])[0])
     tensors = [x for x in launch.arguments.values() if isinstance(x, Tensor)]
@@ -248,16 +261,15 @@ def compile_all(data: dict[str, Any]) -> None:
     data |= {"versions": versions, "kernels": old, "facts": {name: data["facts"][name] for name in old}}
     data["sources"] = {name: value for name, value in now.items() if any(kernel_of(row) == name for row in old)}
     copy, wanted = rates()["copy"], []
-    calls = {
-        case: [x for shape in call.shapes for part in launches_of(call, *shape) for x in part]
-        for case, call in CASES.items()
-    }
-    for case, found in (calls | offline_tokens.launches() | offline_passes.launches()).items():
-        for launch in found:
-            name = name_of(launch, case)
+    calls = {case: launches_by_target(call) for case, call in CASES.items()}
+    alike = offline_tokens.launches() | offline_passes.launches()
+    calls |= {case: [dict.fromkeys(TARGETS, launch) for launch in found] for case, found in alike.items()}
+    for case, found in calls.items():
+        for launches in found:
+            name = name_of(launches["sm_90"], case)
             if name not in data["kernels"]:
                 print(f"compiles {name}", file=sys.stderr, flush=True)
-                data["kernels"][name], data["facts"][name] = row_of(launch, copy)
+                data["kernels"][name], data["facts"][name] = row_of(launches["sm_90"], copy, launches)
                 data["sources"][kernel_of(name)] = now[kernel_of(name)]
                 write(data)
             wanted.append(name)

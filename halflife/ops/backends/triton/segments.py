@@ -101,7 +101,7 @@ def architecture() -> str:
 # (kernel, states a head) → architecture → (tokens of a chunk, columns or rows of a block) for K and V up to 64, and for
 # larger ones. "walk" has all rows of a state and some columns, "grads" all columns and some rows.
 _TILES = {
-    ("walk", 1): {"hopper": ((64, 64), (64, 64)), "ampere": ((64, 64), (32, 64)), "amd": ((64, 64), (64, 64))},
+    ("walk", 1): {"hopper": ((64, 64), (64, 64)), "ampere": ((32, 64), (32, 32)), "amd": ((64, 64), (64, 64))},
     ("walk", 2): {"hopper": ((32, 64), (16, 32)), "ampere": ((32, 32), (16, 32)), "amd": ((64, 64), (32, 32))},
     ("grads", 1): {"hopper": ((32, 64), (16, 64)), "ampere": ((32, 64), (32, 32)), "amd": ((32, 64), (32, 32))},
     ("grads", 2): {"hopper": ((32, 32), (16, 16)), "ampere": ((32, 32), (16, 16)), "amd": ((32, 32), (16, 32))},
