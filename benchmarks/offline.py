@@ -32,10 +32,10 @@ import offline_kernels  # noqa: E402
 import offline_models  # noqa: E402
 import offline_page  # noqa: E402
 import offline_passes  # noqa: E402
+import offline_sources  # noqa: E402
 import offline_tokens  # noqa: E402
 from offline_kernels import TARGETS, Launch  # noqa: E402
 from offline_limits import COUNTED, Row, least, missed_bytes, misses, more, worse  # noqa: E402
-from offline_sources import sources  # noqa: E402
 
 RESULTS = FOLDER / "results" / "offline.json"
 LAUNCH_MS = 0.003  # the least that a launch takes
@@ -161,8 +161,7 @@ def name_of(launch: Launch, case: str) -> str:
     flags = [name for name, value in launch.constants().items() if value is True]
     flags += [name for name in OPTIONAL if isinstance(launch.arguments.get(name), Tensor)]
     flags += ["identity"] if launch.arguments.get("v", launch) is None else []
-    file = launch.function.fn.__module__.rpartition(".")[2]
-    return f"{' '.join((f'{file}.{launch.name}', *flags))}, {case}"
+    return f"{' '.join((offline_sources.name_of(launch.function.fn.__module__, launch.name), *flags))}, {case}"
 
 
 def trips(launch: Launch) -> int:
@@ -251,7 +250,7 @@ def compile_all(data: dict[str, Any]) -> None:
     """Compile what has no row, or one of other code, and save each row at once."""
     import triton
 
-    now, versions = sources(), {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
+    now, versions = offline_sources.sources(), {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
     versions["fla-core"] = metadata.version("fla-core")
     if any(data["versions"].get(name) != versions[name] for name in ("triton", "fla-core")):
         data["fla"] = {}

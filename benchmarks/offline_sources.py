@@ -8,29 +8,28 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "halflife"
+KERNELS = "halflife.ops.backends.triton."  # where they are; the names of kernels leave it out
 
-Place = tuple[str, str]  # name of a file without its ending, name of a function or constant
+Place = tuple[str, str]  # name of a module, name of a function or constant
 
 
 class _Modules:
     """The functions and constants of all files with kernels, and what they name."""
 
-    def __init__(self, files: list[Path]) -> None:
+    def __init__(self, texts: dict[str, str]) -> None:
         self.defined: dict[Place, ast.stmt] = {}
-        self.text = {file.stem: file.read_text(encoding="utf-8").splitlines() for file in files}
+        self.text = {module: text.splitlines() for module, text in texts.items()}
         self.imported: dict[Place, Place] = {}
-        stems = {file.stem for file in files}
-        for file in files:
-            for node in ast.parse("\n".join(self.text[file.stem])).body:
+        for module, text in texts.items():
+            for node in ast.parse(text).body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    self.defined[file.stem, node.name] = node
+                    self.defined[module, node.name] = node
                 elif isinstance(node, ast.Assign | ast.AnnAssign):
                     goals = node.targets if isinstance(node, ast.Assign) else [node.target]
                     names = [n.id for goal in goals for n in ast.walk(goal) if isinstance(n, ast.Name)]
-                    self.defined |= {(file.stem, name): node for name in names}
-                elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in stems:
-                    source = (node.module or "").split(".")[-1]
-                    self.imported |= {(file.stem, a.asname or a.name): (source, a.name) for a in node.names}
+                    self.defined |= {(module, name): node for name in names}
+                elif isinstance(node, ast.ImportFrom) and node.module in texts:
+                    self.imported |= {(module, a.asname or a.name): (node.module, a.name) for a in node.names}
 
     def used(self, place: Place) -> set[Place]:
         """What a definition names, of this package."""
@@ -69,10 +68,18 @@ def _code(text: list[str], node: ast.stmt) -> str:
     return "".join(re.sub(r"#.*|\s", "", line) for line in lines.values())
 
 
+def name_of(module: str, function: str) -> str:
+    """ "delta.gradients.gradients_kernel": a kernel by its module and function."""
+    return f"{module.removeprefix(KERNELS)}.{function}"
+
+
 def sources(package: Path = PACKAGE) -> dict[str, str]:
-    """Each kernel, "file.function" → a hash of its code, of the host code that launches it, and of what both call."""
-    files = [file for file in sorted(package.rglob("*.py")) if "import triton" in file.read_text(encoding="utf-8")]
-    modules = _Modules(files)
+    """Each kernel (`name_of`) → a hash of its code, of the host code that launches it, and of what both call."""
+    texts = {
+        ".".join(file.relative_to(package.parent).with_suffix("").parts): file.read_text(encoding="utf-8")
+        for file in sorted(package.rglob("*.py"))
+    }
+    modules = _Modules({module: text for module, text in texts.items() if "import triton" in text})
     hosts: dict[Place, set[Place]] = {}
     for place, node in modules.defined.items():
         if isinstance(node, ast.FunctionDef):
@@ -82,5 +89,5 @@ def sources(package: Path = PACKAGE) -> dict[str, str]:
     for kernel, launchers in sorted(hosts.items()):
         depends = modules.closure({kernel, *launchers})
         text = "\n".join(_code(modules.text[place[0]], modules.defined[place]) for place in sorted(depends))
-        hashes[".".join(kernel)] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        hashes[name_of(*kernel)] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return hashes

@@ -145,6 +145,16 @@ def run_op(op, arguments, **options):
     return with_grads(OPS[op](**arguments, output_final_state=True, **options), arguments)
 
 
+def run_on(device, op, arguments, cu_seqlens=None, backend="triton", chunk_size=64):
+    """Run `op` on a device and return its outputs and gradients (`with_grads`) on the CPU."""
+    arguments = leaves({name: x.to(device) for name, x in arguments.items()})
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    outputs = op(
+        **arguments, scale=0.3, output_final_state=True, cu_seqlens=bounds, chunk_size=chunk_size, backend=backend
+    )
+    return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
+
+
 def slices(cu_seqlens):
     """Return the packed sequences as slices of the token axis."""
     return [slice(a, b) for a, b in pairwise(cu_seqlens)]

@@ -14,11 +14,10 @@ from helpers import (
     assert_same,
     call_of,
     cases,
-    leaves,
     op_inputs,
     rounded,
+    run_on,
     slices,
-    with_grads,
 )
 
 from halflife.ops import delta_rule, dplr
@@ -43,13 +42,7 @@ def inputs(granularity, length, *, heads=1, key=16, value=16, **options):
 
 
 def run(arguments, cu_seqlens=None, chunk_size=64, backend="triton", op=dplr):
-    """Return the outputs and gradients of a backend for these arguments."""
-    arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
-    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
-    outputs = op(
-        **arguments, scale=0.3, output_final_state=True, cu_seqlens=bounds, chunk_size=chunk_size, backend=backend
-    )
-    return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
+    return run_on(DEVICE, op, arguments, cu_seqlens, backend, chunk_size)
 
 
 def check(arguments, dtype=torch.float32, cu_seqlens=None, chunk_size=64, worst=None, op=dplr):

@@ -11,8 +11,9 @@ from helpers import (
     everywhere,
     generator,
     leaves,
+    rounded,
+    run_on,
     slow_after_resets,
-    with_grads,
 )
 from pairwise import crossed
 
@@ -47,23 +48,13 @@ def inputs(length, *, batch=1, heads=1, groups=None, key=16, value=16, sequences
     }  # fmt: skip
 
 
-def in_dtype(arguments, dtype):
-    return {name: x.to(dtype if name in "qkv" else torch.float32) for name, x in arguments.items()}
-
-
 def run(arguments, backend="triton", cu_seqlens=None, chunk_size=64):
-    """The outputs and gradients for these arguments."""
-    arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
-    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=DEVICE)
-    outputs = linear_attention(
-        **arguments, scale=0.3, output_final_state=True, cu_seqlens=bounds, backend=backend, chunk_size=chunk_size
-    )
-    return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
+    return run_on(DEVICE, linear_attention, arguments, cu_seqlens, backend, chunk_size)
 
 
 def check(arguments, dtype=torch.float32, **options):
     """Compare the kernels with the token loop, and return the kernels' results."""
-    arguments = in_dtype(arguments, dtype)
+    arguments = rounded(arguments, dtype)
     got = run(arguments, **options)
     wide = {name: x.double() for name, x in arguments.items()}
     assert got["state"].dtype == got["dg"].dtype == torch.float32
@@ -78,7 +69,7 @@ def test_lengths(length):
 
 
 def test_no_tokens():
-    arguments = in_dtype(inputs(0), torch.float32)
+    arguments = rounded(inputs(0), torch.float32)
     assert_same(run(arguments)["state"], arguments["initial_state"])
 
 
@@ -135,7 +126,7 @@ def test_segments(short_segments, bounds):
 
 def test_no_initial_state_is_zeros(short_segments):
     """Nor do final states without a gradient change anything."""
-    arguments = in_dtype(inputs(20), torch.float32)
+    arguments = rounded(inputs(20), torch.float32)
     arguments["initial_state"].zero_()
     zeros = run(arguments)
     del arguments["initial_state"], zeros["dinitial_state"]
@@ -187,14 +178,14 @@ def test_decays_of_narrow_inputs(decay):
 
 
 def test_a_full_reset_has_no_gradient():
-    arguments = in_dtype(inputs(20, change=some(-torch.inf)), torch.float32)
+    arguments = rounded(inputs(20, change=some(-torch.inf)), torch.float32)
     gradient = run(arguments)["dg"]
     assert gradient[arguments["g"].isinf()].count_nonzero() == 0
     assert gradient[arguments["g"] > -1].any()
 
 
 def test_no_decay_is_that_of_the_scalar_kernels():
-    arguments = in_dtype(inputs(20, change=everywhere(0.0)), torch.float32)
+    arguments = rounded(inputs(20, change=everywhere(0.0)), torch.float32)
     got = run(arguments)
     plain = run({name: x for name, x in arguments.items() if name != "g"})
     assert_close({name: got[name] for name in plain}, plain, 4 * WORST[torch.float32])
@@ -202,7 +193,7 @@ def test_no_decay_is_that_of_the_scalar_kernels():
 
 def test_nothing_flows_backwards():
     """Other tokens and decays after t change no bit of the outputs up to t."""
-    arguments = in_dtype(inputs(20), torch.float32)
+    arguments = rounded(inputs(20), torch.float32)
     changed = {name: x.clone() for name, x in arguments.items()}
     for name in "qkvg":
         changed[name][:, 13:] = -1000 if name == "g" else 1 - changed[name][:, 13:]
@@ -215,7 +206,7 @@ def test_ops_are_registered_right(cu_seqlens, from_zeros):
     """Schemas, gradients and fake tensors, by torch's own check; `torch.compile` and `torch.export` rely on them."""
     kernels.load()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = in_dtype(inputs(5, sequences=2 if cu_seqlens else None), torch.float32)
+    arguments = rounded(inputs(5, sequences=2 if cu_seqlens else None), torch.float32)
     tensors = [x.to(DEVICE) for x in arguments.values()]
     state = torch.ones_like(tensors[-1])
     tensors[-1] = None if from_zeros else tensors[-1]
@@ -228,6 +219,6 @@ def test_ops_are_registered_right(cu_seqlens, from_zeros):
 
 
 def test_second_derivatives_say_what_has_them():
-    arguments = leaves(in_dtype(inputs(5), torch.float32))
+    arguments = leaves(rounded(inputs(5), torch.float32))
     o, _ = linear_attention(**{name: x.to(DEVICE) for name, x in arguments.items()}, backend="triton")
     assert_raises(RuntimeError, "reference", torch.autograd.grad, o.sum(), arguments["q"], create_graph=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -102,64 +103,61 @@ def _call(
 
 
 def _walk(
-    call: Operands, *, entering: Tensor | None = None, out: Tensor | None = None, leaving: Tensor | None = None,
-    carried: Tensor | None = None, states: Tensor | None = None,
+    call: Operands, do: Tensor | None = None, *, entering: Tensor | None = None, out: Tensor | None = None,
+    leaving: Tensor | None = None, carried: Tensor | None = None, states: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _launch_walk(call, False, entering, out, leaving, carried, states)
-
-
-def _walk_back(
-    call: Operands,
-    do: Tensor,
-    *,
-    entering: Tensor | None = None,
-    out: Tensor | None = None,
-    leaving: Tensor | None = None,
-) -> None:
-    """The walk from the end: what each segment adds to the gradient of its entering state, or the gradients of v."""
-    _launch_walk(call._replace(q=call.k, k=call.q, v=do), True, entering, out, leaving, None, None)
-
-
-def _launch_walk(call: Operands, back: bool, *written: Tensor | None) -> None:
+    """The walk over segments; with `do` that from the end, for gradients of states and of v."""
+    if do is not None:
+        call = call._replace(q=call.k, k=call.q, v=do)
     if call.segments.count * call.heads:
         launch(walk_kernel, (call.heads * triton.cdiv(call.v.shape[3], call.walk.columns), call.segments.count))(
-            call.q, call.k, call.v, call.sums, *written, *call.tail(), BACK=back, **call.constants(call.walk)
-        )
+            call.q, call.k, call.v, call.sums, entering, out, leaving, carried, states, *call.tail(),
+            BACK=do is not None, **call.constants(call.walk),
+        )  # fmt: skip
 
 
-def _scan(
-    call: Operands, update: Tensor, carried: Tensor, first: Tensor | None, back: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def scan(
+    call: Any, update: Tensor, carried: Tensor, first: Tensor | None, mode: int, back: bool
+) -> tuple[Tensor, Tensor]:
     """The states entering the segments, and the last ones of all sequences; no `first` ones are zeros."""
     entering, last = torch.empty_like(update), call.new_states(call.segments.num_sequences)
-    size, segments = call.q.shape[3] * call.v.shape[3], call.segments
+    (rows, value), segments = update.shape[2:], call.segments
+    size = rows * value // (2 if mode == GATE_RANK else 1)
     if last.numel():
         launch(scan_kernel, (len(last) * call.heads, triton.cdiv(size, 256)))(
-            update, carried, first, entering, last, segments.sequences, segments.per_sequence, call.heads, size,
-            call.mode, back, 256, num_warps=2,
+            update, carried, first, entering, last, segments.sequences, segments.per_sequence, call.heads, size, value,
+            mode, back, 256, num_warps=2,
         )  # fmt: skip
     return entering, last
+
+
+def outputs(
+    call: Any, walk: Callable[..., None], initial: Tensor | None, mode: int, numbers: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The outputs, the final states, and of segments the entering states and `numbers` about states that pass them.
+
+    No initial states are zeros. The last two are empty where each sequence is one segment, and else go to `backward`.
+    """
+    v, count = call.v, call.segments.count
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if call.segments.whole:
+        final = call.new_states(call.segments.num_sequences)
+        walk(call, entering=initial, out=out, leaving=final)
+        return out, final, final.new_empty(0), final.new_empty(0)
+    update, carried = call.new_states(count), v.new_empty(count, call.heads, numbers, dtype=torch.float32)
+    walk(call, leaving=update, carried=carried)
+    entering, final = scan(call, update, carried, initial, mode, back=False)
+    walk(call, entering=entering, out=out)
+    return out, final, entering, carried
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
     initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the outputs, the final states, and of segments the entering states and the factors of passing states.
-
-    No initial states are zeros. The last two are empty where each sequence is one segment, and else go to `backward`.
-    """
+    """Return what `outputs` returns, with the 3 factors of states that pass a segment."""
     call = _call(q, k, v, g_slow, g_fast, cu_seqlens, scale, chunk_size, back=False)
-    out, count = torch.empty(v.shape, dtype=v.dtype, device=v.device), call.segments.count
-    if call.segments.whole:
-        final = call.new_states(call.segments.num_sequences)
-        _walk(call, entering=initial, out=out, leaving=final)
-        return out, final, final.new_empty(0), final.new_empty(0)
-    update, carried = call.new_states(count), q.new_empty(count, call.heads, 3, dtype=torch.float32)
-    _walk(call, leaving=update, carried=carried)
-    entering, final = _scan(call, update, carried, initial, back=False)
-    _walk(call, entering=entering, out=out)
-    return out, final, entering, carried
+    return outputs(call, _walk, initial, call.mode, 3)
 
 
 def backward(
@@ -178,8 +176,8 @@ def backward(
         dinitial = before
     else:
         update = call.new_states(segments.count)
-        _walk_back(call, do, leaving=update)
-        (after, dinitial), before = _scan(call, update, carried, dfinal, back=True), None
+        _walk(call, do, leaving=update)
+        (after, dinitial), before = scan(call, update, carried, dfinal, call.mode, back=True), None
     dq, dk, dv = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do)
     parts = triton.cdiv(q.shape[3], tiles.rows)
     dg_slow, dg_fast = (None if g is None else g.new_empty(parts, *g.shape, dtype=torch.float32) for g in call.gates)
@@ -188,7 +186,7 @@ def backward(
             call.q, call.k, call.v, do, call.sums, *call.gates, states, after, before, dq, dk, dg_slow, dg_fast,
             *call.tail(), **call.constants(tiles),
         )  # fmt: skip
-        _walk_back(call, do, entering=after, out=dv)
+        _walk(call, do, entering=after, out=dv)
     size, tokens = q.shape[3], v.shape[0] * v.shape[1] * heads
     given = (dq, q, size), (dk, k, size), (dg_slow, g_slow, tokens), (dg_fast, g_fast, tokens)
     dq, dk, dg_slow, dg_fast = sums_of_parts(*given)

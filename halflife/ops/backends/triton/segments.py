@@ -135,6 +135,20 @@ def segment_tokens(table, segment, T, LENGTH, PER):
 
 @triton.jit
 @no_type_check
+def chunk_tokens(table, chunk, T, LENGTH, PER, C: tl.constexpr):
+    """Return the first row of a chunk's tokens (int64), their number (int32), and the place of its state (int64).
+
+    The number is 0 or less for chunks behind the end of their segment. Chunks are counted as if segments were full.
+    """
+    segment = chunk // (LENGTH // C)
+    index = chunk % (LENGTH // C)
+    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
+    token = first + index * C
+    return token, tl.minimum(C, tokens - index * C), token // C + segment
+
+
+@triton.jit
+@no_type_check
 def segments_of(sequences, sequence, PER):
     """Return the first segment of a sequence (int64) and the number of its segments (int32)."""
     if sequences is None:
@@ -146,13 +160,13 @@ def segments_of(sequences, sequence, PER):
 @triton.jit
 @no_type_check
 def scan_kernel(
-    update, carried, first, entering, last, sequences, PER, H, SIZE: tl.constexpr, MODE: tl.constexpr,
+    update, carried, first, entering, last, sequences, PER, H, SIZE: tl.constexpr, V: tl.constexpr, MODE: tl.constexpr,
     BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The states that enter the segments of one sequence and head, and the last one, for a block of their entries.
 
-    No `first` state is zeros.
-    BACK goes from the last segment to the first, with gradients.
+    `carried` are the factors of states that pass a segment, or the log-decays of their rows (MODE 3). No `first` state
+    is zeros. BACK goes from the last segment to the first, with gradients.
     """
     STATE: tl.constexpr = 2 * SIZE if MODE == 2 else SIZE
     head = tl.program_id(0) % H
@@ -170,7 +184,10 @@ def scan_kernel(
         place = (start + (count - 1 - step if BACK else step)) * H + head
         at = place * STATE + entry
         added = tl.load(update + at, mask=mask, other=0.0)
-        kept = tl.load(carried + 3 * place)
+        if MODE == 3:
+            kept = tl.exp(tl.load(carried + place * (SIZE // V) + entry // V, mask=mask, other=0.0))
+        else:
+            kept = tl.load(carried + 3 * place)
         tl.store(entering + at, fast, mask=mask)
         if MODE == 2:
             added_slow = tl.load(update + at + SIZE, mask=mask, other=0.0)

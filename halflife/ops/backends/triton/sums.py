@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.gates import load_gates, until_joined
-from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.segments import chunk_tokens
 
 COUNTS = (0, 1, 5)  # numbers a token, by MODE
 
@@ -120,13 +120,10 @@ def sums_kernel(
     sums, g_slow, g_fast, table, T, LENGTH, PER, TOKENS, H: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The sums of the log-decays of one chunk and head, `[planes, H, TOKENS]`."""
-    segment = tl.program_id(0) // (LENGTH // C)
-    index = tl.program_id(0) % (LENGTH // C)
     h = tl.program_id(1)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
+    token, size, _ = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
     cc = tl.arange(0, C)
-    inside = cc < tokens - index * C
-    token = first + index * C
+    inside = cc < size
     EXACT: tl.constexpr = sums.dtype.element_ty == tl.float64
     a, b, fast, reset, seg = load_gates(g_slow, g_fast, (token + cc) * H + h, inside, C, MODE, EXACT)
     store_sums(sums + h * TOKENS + token, H * TOKENS, cc, inside, a, b, fast, reset, seg, C, MODE)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from halflife.ops.backends.triton.delta.pairs import by_pair, load_scaled, load_triangle, pair_by, product
 from halflife.ops.backends.triton.gates import log_grads_of_sums, pair_sums, put_log_grad
-from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
 from halflife.ops.backends.triton.walks import load, store
 
@@ -39,20 +39,16 @@ def gradients_kernel(
     POWERS: tl.constexpr = 2 * SCALED if MODE == 2 else SCALED
     WHOLE: tl.constexpr = K if K % BK == 0 else BK
     h = tl.program_id(0) % H
-    segment = tl.program_id(0) // H // (LENGTH // C)
-    index = tl.program_id(0) // H % (LENGTH // C)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
-    if index * C >= tokens:
+    token, size, slot = chunk_tokens(table, tl.program_id(0) // H, T, LENGTH, PER, C)
+    if size <= 0:
         return
     cc = tl.arange(0, C)
     vv = tl.arange(0, BV)
     there = vv < V
-    inside = cc < tokens - index * C
-    token = first + index * C
+    inside = cc < size
     rows = (token + cc) * H + h
-    size = tl.minimum(C, tokens - index * C)
     at = token if MODE == 0 else sums + h * TOKENS + token
-    here = (token // C + segment) * H + h
+    here = slot * H + h
     entering = states + here * STATE
     leaving = dstates + here * STATE
     power = powers + here * POWERS + vv // COLUMNS

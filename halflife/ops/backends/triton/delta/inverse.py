@@ -14,7 +14,7 @@ import triton.language as tl
 
 from halflife.ops.backends.triton.delta.pairs import store_triangle
 from halflife.ops.backends.triton.gates import dot
-from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.sums import stored_decays
 from halflife.ops.backends.triton.walks import load
 
@@ -76,13 +76,10 @@ def invert_kernel(
     KH: tl.constexpr, K: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """`(I + L)⁻¹` of one chunk and head, stored by `pairs.store_triangle`."""
-    segment = tl.program_id(0) // (LENGTH // C)
-    index = tl.program_id(0) % (LENGTH // C)
     h = tl.program_id(1)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
+    token, size, _ = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
     cc = tl.arange(0, C)
-    inside = cc < tokens - index * C
-    token = first + index * C
+    inside = cc < size
     keys = k + token * KT + (h // SK) * KH
     lower = tl.zeros([C, C], tl.float32)
     for start in tl.static_range(0, K, BK):
@@ -92,5 +89,4 @@ def invert_kernel(
     strength = tl.load(beta + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
     lower *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE) * strength[:, None]
     solved = unit_lower_inverse(tl.where(cc[:, None] > cc[None, :], lower, 0.0), C)
-    size = tl.minimum(C, tokens - index * C)
     store_triangle(inverse, solved, token, h, H, size, cc, inside, C)

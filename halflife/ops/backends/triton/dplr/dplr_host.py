@@ -62,10 +62,9 @@ class Operands(NamedTuple):
     def chunks(self) -> int:
         return self.segments.count * (self.segments.length // self.chunk)
 
-    @property
-    def parts(self) -> int:
-        """Blocks of channels, each of which has a program of gradients."""
-        return triton.cdiv(self.q.shape[3], ROWS)
+    def rows(self, back: bool) -> int:
+        """Channels of a program of gradients. 16 do not spill, and take longer but for q and a under a vector decay."""
+        return ROWS if back or self.g is None or self.g.ndim == 3 else ROWS // 2
 
     def places(self) -> tuple:
         """Where the tokens are."""
@@ -169,11 +168,11 @@ def _inputs(
     """The gradients of q and a and a part of that of g, or those of k, b and g (`back`)."""
     batch, length, heads, value = x.v.shape
     if x.chunks * heads:
-        table, *places, _ = x.places()
-        launch(inputs_kernel, (x.chunks, heads * x.parts))(
+        (table, *places, _), key, rows = x.places(), x.q.shape[3], x.rows(back)
+        launch(inputs_kernel, (x.chunks, heads * triton.cdiv(key, rows)))(
             x.q, x.k, x.a, x.b, x.g, values, corrected, dscores, states, others, *grads, table, x.scale, *places,
             batch * length, heads, *x.shared(), *values.stride()[1:3], **x.constants(), V=value, BACK=back,
-            BK=block(x.q.shape[3], ROWS), BV=block(value), num_warps=2,
+            BK=block(key, rows), BV=block(value), num_warps=2,
         )  # fmt: skip
 
 
@@ -233,7 +232,7 @@ def backward(
     dq, dk, da, db = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(x.a), torch.empty_like(x.b)
     dg = partial = None
     if x.g is not None:  # of a scalar log-decay each block of channels has its part
-        shape = (x.parts, *x.g.shape) if x.g.ndim == 3 else x.g.shape
+        shape = (triton.cdiv(q.shape[3], ROWS), *x.g.shape) if x.g.ndim == 3 else x.g.shape
         partial = x.g.new_empty(shape, dtype=torch.float32)
         dg = None if x.g.ndim == 3 else torch.empty_like(x.g)
     dscores = _scores(x, do, solved, adjoint)

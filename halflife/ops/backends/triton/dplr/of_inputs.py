@@ -28,7 +28,7 @@ from halflife.ops.backends.triton.dplr.factors import (
     passes_of,
 )
 from halflife.ops.backends.triton.gates import FLOOR
-from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.walks import load, store
 
 
@@ -40,15 +40,12 @@ def scores_kernel(
 ):  # fmt: skip
     """The gradients `[4, C, C]` of the scores qk, qb, ak and ab of one chunk and head."""
     ALL: tl.constexpr = V if V % BV == 0 else BV
-    segment = tl.program_id(0) // (LENGTH // C)
-    index = tl.program_id(0) % (LENGTH // C)
     h = tl.program_id(1)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
-    if index * C >= tokens:
+    token, size, slot = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
+    if size <= 0:
         return
     cc = tl.arange(0, C)
-    inside = cc < tokens - index * C
-    token = first + index * C
+    inside = cc < size
     column = (token * H + h) * V
     v += token * VT + h * VH
     qk = tl.zeros([C, C], tl.float32)
@@ -65,7 +62,7 @@ def scores_kernel(
         rs = load(adjoint + column, cc, vv, inside, H * V, V, ALL)
         ak = product(rs, vs, ak, PRECISION)
         ab = product(rs, us, ab, PRECISION)
-    at = dscores + ((token // C + segment) * H + h) * (4 * C * C)
+    at = dscores + (slot * H + h) * (4 * C * C)
     every = cc < C
     store(at, qk * scale, cc, cc, every, C, C, C)
     store(at + C * C, qb * scale, cc, cc, every, C, C, C)
@@ -103,18 +100,15 @@ def inputs_kernel(
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(1) % PARTS
     h = tl.program_id(1) // PARTS
-    segment = tl.program_id(0) // (LENGTH // C)
-    index = tl.program_id(0) % (LENGTH // C)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
-    if index * C >= tokens:
+    token, size, slot = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
+    if size <= 0:
         return
     cc = tl.arange(0, C)
     ii = cc[:, None]
     jj = cc[None, :]
-    inside = cc < tokens - index * C
-    token = first + index * C
+    inside = cc < size
     row = (token * H + h) * K
-    here = (token // C + segment) * H + h
+    here = slot * H + h
     dscores += here * (4 * C * C)
     kk = part * BK + tl.arange(0, BK)
     gs = load_log_decays(g, token, h, cc, kk, inside, H, K, C, BK, MODE, PRECISION == "ieee")
@@ -181,7 +175,7 @@ def inputs_kernel(
     own = tl.load(dscores + cc * (C + 1)).to(tl.float32)[:, None]
     own_b = tl.load(dscores + C * C + cc * (C + 1)).to(tl.float32)[:, None]
     if BACK:
-        near = (cc + 1 < C) & (cc + 1 < tokens - index * C)
+        near = cc + 1 < size
         next_k = tl.load(dscores + 2 * C * C + cc * (C + 1) + C, mask=near, other=0.0).to(tl.float32)[:, None]
         next_b = tl.load(dscores + 3 * C * C + cc * (C + 1) + C, mask=near, other=0.0).to(tl.float32)[:, None]
         after = load(a + row + H * K, cc, kk, near, H * K, K, WHOLE).to(tl.float32)

@@ -35,7 +35,7 @@ from halflife.ops.backends.triton.dplr.factors import (
     of_pass,
     passes_of,
 )
-from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.walks import load, store
 
 
@@ -57,15 +57,12 @@ def reduce_kernel(
 ):  # fmt: skip
     """W, b̃, K̂, Q̂, P and e^{c_C} (`reads` to `kept`) of one chunk and head; ã, B̂, M, N if they are not None."""
     WHOLE: tl.constexpr = K if K % BK == 0 else BK
-    segment = tl.program_id(0) // (LENGTH // C)
-    index = tl.program_id(0) % (LENGTH // C)
     h = tl.program_id(1)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
-    if index * C >= tokens:
+    token, size, slot = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
+    if size <= 0:
         return
     cc = tl.arange(0, C)
-    inside = cc < tokens - index * C
-    token = first + index * C
+    inside = cc < size
     q += token * QT + (h // SQ) * QH
     k += token * KT + (h // SK) * KH
     row = (token * H + h) * K
@@ -112,7 +109,7 @@ def reduce_kernel(
     if inner is not None:
         store(inner + near, from_keys, cc, cc, inside, H * C, C, C)
         store(outer + near, to_outputs, cc, cc, inside, H * C, C, C)
-    here = (token // C + segment) * H + h
+    here = slot * H + h
     for start in tl.range(0, K, BK, num_stages=1):
         kk = start + tl.arange(0, BK)
         gs = load_log_decays(g, token, h, cc, kk, inside, H, K, C, BK, MODE, PRECISION == "ieee")

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.gates import dot
-from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.vector.levels import (
     clamped,
     is_second,
@@ -34,16 +34,13 @@ def prepare_kernel(
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     h = tl.program_id(0) % H
-    segment = tl.program_id(0) // H // (LENGTH // C)
-    index = tl.program_id(0) // H % (LENGTH // C)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
-    if index * C >= tokens:
+    token, size, slot = chunk_tokens(table, tl.program_id(0) // H, T, LENGTH, PER, C)
+    if size <= 0:
         return
     cc = tl.arange(0, C)
-    inside = cc < tokens - index * C
-    token = first + index * C
+    inside = cc < size
     row = (token * H + h) * K
-    total = totals + ((token // C + segment) * H + h) * K
+    total = totals + (slot * H + h) * K
     upto = cc[None, :] <= cc[:, None]
     after = cc[None, :] > cc[:, None]
     same = cc[None, :] == cc[:, None]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.gates import FLOOR, dot
-from halflife.ops.backends.triton.segments import segment_tokens
+from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.vector.levels import (
     clamped,
     is_second,
@@ -45,17 +45,13 @@ def grads_kernel(
     DTYPE: tl.constexpr = q.dtype.element_ty
     part = tl.program_id(0) % PARTS
     h = tl.program_id(0) // PARTS % H
-    chunk = tl.program_id(0) // (PARTS * H)
-    segment = chunk // (LENGTH // C)
-    index = chunk % (LENGTH // C)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
-    if index * C >= tokens:
+    token, size, slot = chunk_tokens(table, tl.program_id(0) // (PARTS * H), T, LENGTH, PER, C)
+    if size <= 0:
         return
     cc = tl.arange(0, C)
     kk = part * BK + tl.arange(0, BK)
-    inside = cc < tokens - index * C
-    token = first + index * C
-    slot = ((token // C + segment) * H + h) * K * V
+    inside = cc < size
+    slot = (slot * H + h) * K * V
     later = tl.zeros([C, C], tl.float32)
     earlier = tl.zeros([C, C], tl.float32)
     dqs = tl.zeros([C, BK], tl.float32)

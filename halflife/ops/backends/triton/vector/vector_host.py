@@ -10,13 +10,15 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.gates import precision_of
 from halflife.ops.backends.triton.launch import launch
-from halflife.ops.backends.triton.linear import rows_of
+from halflife.ops.backends.triton.linear import outputs, rows_of, scan
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.segments import Segments, block, make_segments
 from halflife.ops.backends.triton.vector.prepare import prepare_kernel
 from halflife.ops.backends.triton.vector.vector_grads import grads_kernel
-from halflife.ops.backends.triton.vector.vector_walk import scan_kernel, walk_kernel
+from halflife.ops.backends.triton.vector.vector_walk import walk_kernel
 from halflife.ops.chunked.groups import grads_of_heads
+
+VECTOR = 3  # the mode of `segments.scan_kernel`
 
 
 class Tiles(NamedTuple):
@@ -85,65 +87,30 @@ def _prepare(
 
 
 def _walk(
-    call: Operands, *, entering: Tensor | None = None, out: Tensor | None = None, leaving: Tensor | None = None,
-    carried: Tensor | None = None, states: Tensor | None = None,
+    call: Operands, do: Tensor | None = None, *, entering: Tensor | None = None, out: Tensor | None = None,
+    leaving: Tensor | None = None, carried: Tensor | None = None, states: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _launch_walk(call, False, entering, out, leaving, carried, states)
-
-
-def _walk_back(
-    call: Operands, do: Tensor, *, entering: Tensor | None = None, out: Tensor | None = None,
-    leaving: Tensor | None = None, states: Tensor | None = None,
-) -> None:  # fmt: skip
-    """The walk from the end, for gradients of states and of v."""
-    call = call._replace(reads=call.writes, writes=call.reads, v=do)
-    _launch_walk(call, True, entering, out, leaving, None, states)
-
-
-def _launch_walk(call: Operands, back: bool, *written: Tensor | None) -> None:
+    """The walk over segments; with `do` that from the end, for gradients of states and of v."""
+    if do is not None:
+        call = call._replace(reads=call.writes, writes=call.reads, v=do)
     if call.segments.count * call.heads:
         v, key, value = call.v, call.reads.shape[3], call.v.shape[3]
         precision = precision_of(call.reads)
         launch(walk_kernel, (call.heads * triton.cdiv(value, call.tiles.columns), call.segments.count))(
-            call.reads, call.writes, v, call.pairs, call.totals, *written, call.segments.table, *call.places(),
-            v.stride(1), v.stride(2), key, value, call.tiles.chunk, back, precision, block(key, 256),
-            call.tiles.columns, 1 if precision == "ieee" else 2, num_warps=4,
+            call.reads, call.writes, v, call.pairs, call.totals, entering, out, leaving, carried, states,
+            call.segments.table, *call.places(), v.stride(1), v.stride(2), key, value, call.tiles.chunk,
+            do is not None, precision, block(key, 256), call.tiles.columns, 1 if precision == "ieee" else 2,
+            num_warps=4,
         )  # fmt: skip
-
-
-def _scan(
-    call: Operands, update: Tensor, carried: Tensor, first: Tensor | None, back: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The states entering the segments, and the last ones of all sequences; no `first` ones are zeros."""
-    entering, last = torch.empty_like(update), call.new_states(call.segments.num_sequences)
-    (key, value), segments = update.shape[2:], call.segments
-    if last.numel():
-        launch(scan_kernel, (len(last) * call.heads, triton.cdiv(key * value, 256)))(
-            update, carried, first, entering, last, segments.sequences, segments.per_sequence, call.heads, key, value,
-            back, 256, num_warps=2,
-        )  # fmt: skip
-    return entering, last
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the outputs, the final states, and of segments the entering states and their log-decays.
-
-    No initial states are zeros. The last two are empty where each sequence is one segment, and else go to `backward`.
-    """
+    """Return what `linear.outputs` returns, with the log-decays of the rows of states that pass a segment."""
     call = _prepare(rows_of(q), rows_of(k), rows_of(v), g, cu_seqlens, scale, chunk_size)
-    out, count = torch.empty(v.shape, dtype=v.dtype, device=v.device), call.segments.count
-    if call.segments.whole:
-        final = call.new_states(call.segments.num_sequences)
-        _walk(call, entering=initial, out=out, leaving=final)
-        return out, final, final.new_empty(0), final.new_empty(0)
-    update, carried = call.new_states(count), q.new_empty(count, call.heads, q.shape[3], dtype=torch.float32)
-    _walk(call, leaving=update, carried=carried)
-    entering, final = _scan(call, update, carried, initial, back=False)
-    _walk(call, entering=entering, out=out)
-    return out, final, entering, carried
+    return outputs(call, _walk, initial, VECTOR, q.shape[3])
 
 
 def backward(
@@ -160,13 +127,13 @@ def backward(
     if segments.whole:
         dinitial = None if initial is None else torch.empty_like(initial)
         _walk(call, entering=initial, states=states)
-        _walk_back(call, do, entering=dfinal, out=dv, leaving=dinitial, states=after)
+        _walk(call, do, entering=dfinal, out=dv, leaving=dinitial, states=after)
     else:
         update = call.new_states(segments.count)
-        _walk_back(call, do, leaving=update)
-        end, dinitial = _scan(call, update, carried, dfinal, back=True)
+        _walk(call, do, leaving=update)
+        end, dinitial = scan(call, update, carried, dfinal, VECTOR, back=True)
         _walk(call, entering=entering, states=states)
-        _walk_back(call, do, entering=end, out=dv, states=after)
+        _walk(call, do, entering=end, out=dv, states=after)
     if segments.count * heads:
         chunks = segments.count * (segments.length // tiles.chunk)
         launch(grads_kernel, (chunks * heads * triton.cdiv(key, tiles.keys),))(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.gates import dot
-from halflife.ops.backends.triton.segments import segment_tokens, segments_of
+from halflife.ops.backends.triton.segments import segment_tokens
 from halflife.ops.backends.triton.walks import beside_state, load, load_state, store, store_state
 
 
@@ -67,30 +67,3 @@ def walk_kernel(
     if carried is not None:  # noqa: SIM102, as None is known when compiled
         if tl.program_id(0) % PARTS == 0:
             tl.store(carried + (segment.to(tl.int64) * H + h) * K + kk, passed, mask=kk < K)
-
-
-@triton.jit
-@no_type_check
-def scan_kernel(
-    update, carried, first, entering, last, sequences, PER, H, K: tl.constexpr, V: tl.constexpr, BACK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The states that enter the segments of one sequence and head, and the last one, for a block of their entries.
-
-    BACK goes from the last segment to the first, with gradients.
-    """
-    head = tl.program_id(0) % H
-    start, count = segments_of(sequences, tl.program_id(0) // H, PER)
-    whole = tl.program_id(0).to(tl.int64) * K * V
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = entry < K * V
-    state = tl.zeros([BLOCK], tl.float32)
-    if first is not None:
-        state = tl.load(first + whole + entry, mask=mask, other=0.0)
-    for step in tl.range(0, count, num_stages=4):
-        place = (start + (count - 1 - step if BACK else step)) * H + head
-        added = tl.load(update + place * K * V + entry, mask=mask, other=0.0)
-        kept = tl.load(carried + place * K + entry // V, mask=mask, other=0.0)
-        tl.store(entering + place * K * V + entry, state, mask=mask)
-        state = tl.exp(kept) * state + added
-    tl.store(last + whole + entry, state, mask=mask)
