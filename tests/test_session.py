@@ -200,7 +200,7 @@ def test_generate_with_a_tokenizer(tmp_path, capsys):
 
 @cases(
     "arguments, message",
-    (["nowhere", "x"], "config.json"),
+    (["nowhere", "x"], "there is no folder"),
     (["words", "x"], "no tokenizer"),
     (["bytes", ""], "empty"),
     (["bytes", "x", "--temperature", "0"], "temperature"),
