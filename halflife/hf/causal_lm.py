@@ -137,10 +137,6 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
         if shifted is None:
             assert labels is not None
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        hidden, target = hidden.flatten(0, 1), shifted.to(hidden.device).flatten()
-        scored = target != IGNORED
-        chosen = hidden[scored]
-        if items is not None and not len(chosen):
-            return chosen.sum()  # a micro-batch without labels adds 0 to the sum over all
-        loss = large.mean_loss(chosen, self.lm_head, target[scored])
-        return loss if items is None else loss * (scored.sum() / items)
+        target = shifted.to(hidden.device).flatten()
+        loss, scored = large.mean_loss(hidden.flatten(0, 1), self.lm_head, target), (target != IGNORED).sum()
+        return loss * (scored / (scored if items is None else items))  # NaN for the mean of none, as there

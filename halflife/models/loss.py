@@ -49,6 +49,7 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
             adapter or a quantised map) is called, and its logits are computed again in the backward pass.
         labels: `[N]`, int64; those of −100 count for nothing. Without any other the loss is 0.
     """
+    hidden, labels = _scored(hidden, labels)
     weight = _plain_weight(head)
     if weight is None:
         return _recomputed_loss(hidden, head, labels)
@@ -60,6 +61,13 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
     with torch.autocast(device, enabled=False):
         loss: Tensor = ChunkedLoss.apply(hidden, weight.to(hidden.dtype), labels)  # pyright: ignore[reportAssignmentType]
     return loss
+
+
+def _scored(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """On a CPU the tokens with a label, if there are any. A device would have to wait for their number."""
+    if hidden.is_cpu and (scored := labels != IGNORED).any():
+        return hidden[scored], labels[scored]
+    return hidden, labels
 
 
 def _plain_weight(head: Tensor | nn.Module) -> Tensor | None:

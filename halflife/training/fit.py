@@ -83,11 +83,9 @@ class Objective(nn.Module):
             self.model.context_parallel = None  # what reads the model beside the training has whole rows
         if carried is not None:
             self.carried.after(carried, after)
-        scored = labels != IGNORED
-        if hidden.is_cpu and scored.any():
-            hidden, labels = hidden[scored], labels[scored]  # for which a device would have to wait
-        loss = mean_loss(hidden.flatten(0, -2), self.model.head_or_weight, labels.flatten())
-        return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
+        loss = mean_loss(hidden.flatten(0, 1), self.model.head_or_weight, labels.flatten())
+        scored = (labels != IGNORED).sum()
+        return {"loss": loss if num_items_in_batch is None else loss * (scored / num_items_in_batch)}
 
     def _loss_of_long_rows(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The mean loss, one piece of the rows after the other where the model can read pieces."""
