@@ -20,17 +20,19 @@ SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
 ROWS = [(2, length, None) for length in (64, 64, 96, 80, 72, 100)]
 PACKED = [(1, 64, bounds) for bounds in ([0, 5, 64], [0, 2, 9, 64], [0, 4, 5, 9, 64], [0, 64], [0, 1, 64], [0, 64])]
 EXACT = 1e-6  # of compiled blocks in float32; aot_eager changes no bit
+BY_INDUCTOR = 1.6e-5  # four times the largest error, in a gradient of a gate's bias
 
 
 def gradients(model, rows, length, bounds, call=None):
     model.zero_grad()
     ids = torch.randint(32, (rows, length), generator=torch.Generator().manual_seed(length))
     hidden, state = model.hidden(ids, None, None if bounds is None else torch.tensor(bounds), call=call)
-    (hidden.square().sum() + sum(x.sum() for part in state for x in part.values() if x.requires_grad)).backward()
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(length + 1))  # a norm has no gradient
+    ((hidden * weights).sum() + sum(x.sum() for part in state for x in part.values() if x.requires_grad)).backward()
     return {"y": hidden.detach(), **{name: x.grad for name, x in model.named_parameters() if x.grad is not None}}
 
 
-def compare(name, batches, settled, recompute=("blocks",)):
+def compare(name, batches, settled, recompute=("blocks",), exact=EXACT):
     """Compare with eager blocks; nothing is compiled after `settled` batches. Returns the number of graphs."""
     torch.manual_seed(0)
     eager = LanguageModel(preset(name, **SIZES))
@@ -38,7 +40,7 @@ def compare(name, batches, settled, recompute=("blocks",)):
     with compiled.compiled_blocks(model, recompute) as graphs:
         counts = []
         for batch in batches:
-            assert_close(gradients(model, *batch), gradients(eager, *batch, call), EXACT)
+            assert_close(gradients(model, *batch), gradients(eager, *batch, call), exact)
             counts.append(graphs())
         with torch.no_grad():  # measurements run eagerly, and compile nothing
             model(torch.zeros(3, 7, dtype=torch.long))
@@ -68,7 +70,7 @@ def test_rows_and_documents(name, recompute):
 
 @pytest.mark.slow
 def test_by_inductor():
-    in_a_process("compare('mamba2+post+gate_rank', ROWS, 3)", "inductor")
+    in_a_process("compare('mamba2+post+gate_rank', ROWS, 3, exact=BY_INDUCTOR)", "inductor")
 
 
 TRAIN = "from halflife.cli import main; from halflife.models import compiled; compiled.BACKEND = {!r}; main()"

@@ -53,7 +53,7 @@ def test_gradients_are_equal_to_the_bit(name, most, backend):
     model = LanguageModel(preset(name, **SIZES, mixer_options={"backend": backend}))
     assert same(model, 1, PACKED, dispatch.KINDS) < most
     for kind in dispatch.KINDS:
-        assert same(model, 2, None, [kind]) <= 1
+        assert same(model, 2, None, [kind]) < 1.001  # where nothing is of the kind, a scalar more
 
 
 def test_under_autocast():
