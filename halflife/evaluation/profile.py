@@ -17,11 +17,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from halflife.decay import Decay
-from halflife.files import PROFILE_CSV, write_text
+from halflife.files import PROFILE_CSV, TRACE_JSON, write_text
 from halflife.layers import Mixer
 from halflife.layers.parts import GATES, OUTPUT_NORMS, DecayProjection, ShortConv
 
-TRACE = "trace.json"  # in the folder of the run, beside `PROFILE_CSV`
 SKIPPED, PROFILED = 2, 3  # steps; the first ones allocate and compile
 NORMS = (nn.RMSNorm, nn.LayerNorm, *OUTPUT_NORMS.values(), *GATES.values())
 PASSES = ("convolution", "norms and gates", "decays", "op", "projections", "loss", "optimiser", "other")
@@ -29,7 +28,7 @@ _PREFIX, _BACKWARD, _OPTIMISER = "pass: ", "autograd::engine::evaluate_function"
 
 
 class Profile:
-    """Profiles a few steps of a training of `objective`, and writes `TRACE` and `PROFILE_CSV` into a folder."""
+    """Profiles a few steps of a training of `objective`, and writes `TRACE_JSON` and `PROFILE_CSV` into a folder."""
 
     def __init__(self, objective: nn.Module, folder: Path, device: torch.device) -> None:
         self.objective, self.folder = objective, folder
@@ -61,7 +60,7 @@ class Profile:
             hook.remove()
         self._hooks = []
         if writes:
-            self._profiler.export_chrome_trace(str(self.folder / TRACE))
+            self._profiler.export_chrome_trace(str(self.folder / TRACE_JSON))
             write_table(times(self._profiler.events(), self._on_device), self._steps, self.folder / PROFILE_CSV)
 
 

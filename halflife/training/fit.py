@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from halflife.training.callbacks import Metrics
     from halflife.training.speed import Speed
 
-READ_AT_ONCE = (
-    1 << 14
-)  # tokens of a row that a measurement reads at once, so that its memory does not grow with the row
+# Tokens of a row that a measurement reads at once, so that its memory does not grow with the row.
+READ_AT_ONCE = 1 << 14
 
 
 class Objective(nn.Module):
@@ -198,10 +197,8 @@ def fit(
     if store.newest is not None and (store.newest / sharding.SHARDS).is_dir() != execution.fsdp:
         raise ValueError(f"{store.newest} was written {'without' if execution.fsdp else 'with'} --fsdp; resume it so")
     recompute = execution.recompute
-    objective, arguments = (
-        Objective(model, () if execution.compile else recompute),
-        _arguments(config, folder, execution),
-    )
+    objective = Objective(model, () if execution.compile else recompute)
+    arguments = _arguments(config, folder, execution)
     metrics = Metrics(folder, validate, measure, config.validate_every, speed)
     if arguments.device.type == "cpu":
         keep_freed_memory()

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from halflife.files import PROFILE_CSV
+from halflife.files import PROFILE_CSV, TRACE_JSON
 from halflife.report.table import Table, show
 from halflife.runs.records import number
 
@@ -30,6 +30,6 @@ def print_language_run(result: dict[str, Any], folder: Path) -> None:
     if (folder / PROFILE_CSV).exists():
         with (folder / PROFILE_CSV).open(newline="", encoding="utf-8") as file:
             headings, *times = csv.reader(file)
-        show(Table(headings, times, title=f"times of a step; its trace: {folder / 'trace.json'}"))
+        show(Table(headings, times, title=f"times of a step; its trace: {folder / TRACE_JSON}"))
     print(f"report: {folder / 'report.html'}")
     print(f'continue a text with: halflife generate {folder} "…"')
