@@ -23,10 +23,11 @@ class Packing:
         kept: what layers share, such as positions: computed by the first layer.
     """
 
-    def __init__(self, batch: int, length: int, cu_seqlens: Tensor | None = None) -> None:
+    def __init__(self, batch: int, length: int, cu_seqlens: Tensor | None = None, longest: int | None = None) -> None:
         self.batch, self.length, self.cu_seqlens = batch, length, cu_seqlens
         self.num_sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self._bounds: list[int] | None = None
+        self._longest = longest
         self._sequence: Tensor | None = None
         self.kept: dict[Any, Any] = {}
 
@@ -90,6 +91,13 @@ class Packing:
         if self.cu_seqlens is None:
             return [self.length] * self.batch
         return [b - a for a, b in pairwise(self.bounds)]
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence, 0 where there is none."""
+        if self._longest is None:
+            self._longest = self.length if self.cu_seqlens is None else max(self.counts, default=0)
+        return self._longest
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
         """Yield `(rows of the state, tokens)` of each independent part: all rows together, or one packed sequence."""

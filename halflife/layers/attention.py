@@ -45,6 +45,7 @@ class Attention(Mixer):
 
     POSITIONS = ("rope", "none")
     QK_NORMS = ("none", "head", "head_plus_one", "all")
+    reads_longest = True
     # Slots of the cache of each sequence. `halflife.export` sets them, so that all shapes are fixed. None lets it grow.
     max_length: int | None = None
 
@@ -144,9 +145,8 @@ class Attention(Mixer):
         else:
             row = packing.sequence
             slot = torch.arange(q.shape[1], device=q.device) - cu_seqlens[row]
-        width = q.shape[1] if cu_seqlens is None else max(packing.counts, default=0)
-        held = state["keys"].shape[1] if state else 0
-        longest = self._slots(first + new, width, held + width if cu_seqlens is None else None)
+        width, held = packing.longest, state["keys"].shape[1] if state else 0
+        longest = self._slots(first + new, width, held + width if cu_seqlens is None or not state else None)
 
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
             filled = tokens.new_zeros(rows, size, *tokens.shape[2:])

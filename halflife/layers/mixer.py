@@ -73,6 +73,7 @@ class Mixer(nn.Module):
 
     pass_backend = "auto"  # see `parts.set_backend`
     reads_action_mask = False  # whether it uses `shared["action_mask"]`
+    reads_longest = False  # whether its sizes depend on the longest of packed sequences
     reads_in_pieces = True  # whether a sequence in pieces has the outputs that it has as a whole
     chunk_size: int
     backend: str

@@ -57,12 +57,17 @@ def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iter
 def _compiled(block: nn.Module, recompute: Sequence[str]) -> Callable[..., tuple[Tensor, State]]:
     """The `forward` of a block, compiled."""
     eager: Any = block.forward
+    reads_longest = any(getattr(module, "reads_longest", False) for module in block.modules())
 
     def run(
-        x: Tensor, state: State | None, cu_seqlens: Tensor | None, given: Mapping[str, Tensor]
+        x: Tensor,
+        state: State | None,
+        cu_seqlens: Tensor | None,
+        longest: int | None,
+        given: Mapping[str, Tensor],
     ) -> tuple[Tensor, State, dict[str, Tensor]]:
         shared = SharedTensors(given)
-        y, new = eager(x, state, Packing(x.shape[0], x.shape[1], cu_seqlens), shared)
+        y, new = eager(x, state, Packing(x.shape[0], x.shape[1], cu_seqlens, longest), shared)
         return y, new, {name: shared[name] for name in shared if name not in given}
 
     options: Any = {"use_reentrant": False}
@@ -75,7 +80,8 @@ def _compiled(block: nn.Module, recompute: Sequence[str]) -> Callable[..., tuple
     def forward(x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
         if not torch.is_grad_enabled():
             return eager(x, state, packing, shared)
-        y, new, added = fast(x, state, packing.cu_seqlens, {name: shared[name] for name in shared})
+        longest = packing.longest if reads_longest else None
+        y, new, added = fast(x, state, packing.cu_seqlens, longest, {name: shared[name] for name in shared})
         for name, value in added.items():
             shared[name] = value
         return y, new

@@ -105,7 +105,7 @@ def _refused_levels(call: Call) -> str | None:
         return "fla's log_linear_attention starts from no state; its own has the tokens of an unfinished chunk in it"
     if key not in (64, 128) or value not in (16, 32, 64, 128):
         return f"fla's log_linear_attention takes K of 64 or 128 and V of 16, 32, 64 or 128; K is {key}, V is {value}"
-    longest = max(call.packing.counts, default=0)
+    longest = call.packing.longest
     if longest > 1 << 17 or longest > 1 << (levels - 1):
         return f"fla's log_linear_attention has one level a distance; {levels} levels do not reach {longest} tokens"
     return None

@@ -55,7 +55,7 @@ class Rows:
         batch, lengths = packing.num_sequences, torch.full_like(position, length)
         if packing.cu_seqlens is not None:
             bounds = packing.cu_seqlens.to(position)
-            lengths, longest = bounds.diff(), max(packing.counts, default=0)
+            lengths, longest = bounds.diff(), packing.longest
             starts = torch.arange(batch, device=bounds.device) * longest - bounds[:-1]
             index = torch.arange(length, device=bounds.device) + starts.repeat_interleave(lengths)
             empty = [x.new_zeros(batch * longest, *x.shape[2:]) for x in tensors]
