@@ -322,8 +322,8 @@ def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, mon
 
 def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, refused):
     checkpoint.save(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)), "model")
-    monkeypatch.setattr("halflife.evaluation.ruler.evaluate", pytest.fail)
-    arguments = ["eval", "model", "--tasks", "niah_single_1", "--lengths", "64", "--output"]
+    monkeypatch.setattr("halflife.evaluation.harness.evaluate", pytest.fail)
+    arguments = ["eval", "model", "--tasks", "piqa", "--output"]
     assert "a file stands where a folder is needed" in refused(*arguments, "text/0.txt/a")
 
 

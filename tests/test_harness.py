@@ -290,24 +290,19 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys):
     capsys.readouterr()
     main([
         "eval", str(tmp_path / "model"), "--tasks", "choices_here,last_here", "text_here", "write_here",
-        "offline_niah_single_1", "--include", str(folder), "--lengths", "600", "--examples", "2", "--device", "cpu",
-        "--batch-size", "3", "--quiet",
+        "--include", str(folder), "--device", "cpu", "--batch-size", "3", "--quiet",
     ])  # fmt: skip
     out = capsys.readouterr().out
     (output,) = (tmp_path / "model" / "eval").iterdir()
     results = json.loads((output / "results.json").read_text())
     found = {(row["task"], row["metric"]): row["value"] for row in results["rows"]}
-    needle = ("offline_niah_single_1", "found in 600 tokens (repeat)")
-    assert found.keys() == {*expected, needle}
+    assert found.keys() == set(expected)
     for key, value in expected.items():
         # Four times the largest error, 3.7e-7, of a perplexity of 2e10.
         assert found[key] == pytest.approx(value, rel=1.5e-6)
-    assert found[needle] == results["ruler"]["rows"][0]["score"] == 0
-    assert len(results["ruler"]["details"]) == 2
     assert results["harness"]["n-samples"]["text_here"]["effective"] == 4
     assert results["settings"]["batch_size"] == 3
     assert {"torch", "halflife"} < results["versions"].keys()
-    assert (output / "ruler.png").stat().st_size > 5_000
     table = (output / "table.md").read_text()
     for row in results["rows"]:
         assert f"| {row['task']} | {row['metric']} | " in table
@@ -362,17 +357,9 @@ def test_errors_of_tasks(folder, monkeypatch):
 @cases(
     "arguments, message",
     ([], "at least one task"),
-    (["--tasks", "offline_niah"], "--lengths"),
-    (["--tasks", "offline_niah_single_2", "--lengths", "600"], "--essay"),
     (["--tasks", "wikitext", "--lengths", "600"], "--lengths: only tasks of RULER"),
-    (["--tasks", "wikitext", "--examples", "5"], "--examples: only offline tasks"),
-    (["--tasks", "offline_vt", "--lengths", "600", "--limit", "5"], "--limit: only tasks of the harness"),
-    (["--tasks", "offline_vt", "--lengths", "20"], "vt"),
-    (["--tasks", "offline_vt", "--lengths", "600", "--essay", "nowhere"], "nowhere"),
-    (["--tasks", "offline_vat", "--lengths", "600"], "Did you mean 'offline_vt'"),
-    (["--tasks", "vt", "--lengths", "600"], "vt is now offline_vt"),
-    (["--tasks", "niah", "--lengths", "600"], "niah is now offline_niah"),
-    (["--tasks", "niah_single_1", "--lengths", "600"], "offline_niah_single_1 is made here"),
+    (["--text", "book.txt", "--limit", "5"], "--limit: only tasks of the harness"),
+    (["--tasks", "niah_single_1", "--lengths", "600"], "a tokenizer of Hugging Face"),
 )
 def test_eval_errors_are_one_line(arguments, message, tmp_path, refused):
     checkpoint.save(build("mamba2", vocab_size=256), tmp_path)
