@@ -94,24 +94,10 @@ def test_head_sizes(key, value):
 )
 def test_the_delta_rule_under_a_vector_decay(dtype, decay, bounds, shared):
     """Its kernels are those of DPLR, with `a = −β e^g ⊙ k`, `b = k` and values `β v`."""
-    sizes = {"heads": 2, "key": 16, "value": 16, "sequences": len(bounds) - 1 if bounds else None}
+    sizes = {"heads": 2, "key": 20, "value": 24, "sequences": len(bounds) - 1 if bounds else None}
     arguments = op_inputs("delta_rule", "vector", 18, decay=decay, **sizes)
     arguments["k"] = arguments["k"][:, :, :shared]
     check(arguments, dtype, bounds, op=delta_rule)
-
-
-@cases("granularity, shared", ("vector", 2), ("vector", 1))
-def test_the_delta_rule_is_a_dplr(granularity, shared):
-    """In float64 the token loops of both are equal, with all gradients."""
-    arguments = op_inputs("delta_rule", granularity, 9, sequences=3)
-    arguments["k"] = arguments["k"][:, :, :shared]
-
-    def as_dplr(q, k, v, beta, g, **options):
-        k, v, a, b = kernels.delta_as_dplr(k, v, beta, g)
-        return dplr(q, k, v, a, b, g, **options)
-
-    got, want = [run(arguments, [0, 4, 4, 9], backend="reference", op=op) for op in (as_dplr, delta_rule)]
-    assert_close(got, want, 1e-14)
 
 
 @cases("bounds", (0, 5, 5, 23, 23), pytest.param((0, 0, 0), marks=pytest.mark.slow))
@@ -199,20 +185,23 @@ def test_zero_vectors_stay_finite():
 
 
 @pytest.mark.slow
-@cases("granularity, cu_seqlens", ("none", None), ("vector", [0, 2, 5]))
-def test_ops_are_registered_right(granularity, cu_seqlens):
+@cases("op, granularity, cu_seqlens", ("dplr", "none", None), ("dplr", "vector", [0, 2, 5]), ("kda", "vector", [0, 5]))
+def test_ops_are_registered_right(op, granularity, cu_seqlens):
     """Schemas, gradients and fake tensors, by torch's own check; `torch.compile` and `torch.export` rely on them."""
     kernels.load()
-    arguments = rounded(inputs(granularity, 5, sequences=2 if cu_seqlens else None), torch.float32)
-    tensors = [None if (x := arguments.get(n)) is None else x.to(DEVICE) for n in ("q", "k", "v", "a", "b", "g")]
+    sizes = {"heads": 1, "key": 16, "value": 16, "sequences": len(cu_seqlens) - 1 if cu_seqlens else None}
+    arguments = rounded(op_inputs("delta_rule" if op == "kda" else op, granularity, 5, **sizes), torch.float32)
+    names = ("q", "k", "v", *(("beta",) if op == "kda" else ("a", "b")), "g")
+    tensors = [None if (x := arguments.get(name)) is None else x.to(DEVICE) for name in names]
     tensors.append(arguments["initial_state"].to(DEVICE))
     given = (*tensors, torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None, 0.3, 64)
-    kept = torch.ops.halflife.triton_dplr(*given)[2:]
+    kernel, gradient = (getattr(torch.ops.halflife, f"triton_{op}{end}").default for end in ("", "_backward"))
+    kept = kernel(*given)[2:]
     backward = (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *kept, *given)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.halflife.triton_dplr_backward.default, backward, test_utils=checks)
+    torch.library.opcheck(gradient, backward, test_utils=checks)
     given = tuple(x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
-    torch.library.opcheck(torch.ops.halflife.triton_dplr.default, given, test_utils=checks)
+    torch.library.opcheck(kernel, given, test_utils=checks)
 
 
 def test_what_the_kernels_do_not_take():

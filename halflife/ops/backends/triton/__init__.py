@@ -16,7 +16,6 @@ from torch import Tensor
 from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.call import Call
-from halflife.ops.chunked.groups import each_head, weigh
 
 SIZES = range(1, 257)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,12 +107,11 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
     beta, decay = call.get("beta"), call.decay
-    if beta is not None and decay is not None and decay.ndim == 4:
-        return _dplr(call, q, *delta_as_dplr(k, v, beta, decay))
     # The kernels of linear attention need no states that are zeros.
     initial = None if call.state is None and beta is None else call.first_state(torch.float32)
     if decay is not None and decay.ndim == 4:
-        kernels, gates = torch.ops.halflife.triton_vector, [decay, initial]
+        kernels = torch.ops.halflife.triton_vector if beta is None else torch.ops.halflife.triton_kda
+        gates = [*(() if beta is None else (beta,)), decay, initial]
     elif beta is None:
         kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay, initial]
     else:
@@ -125,26 +123,11 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     return o, final
 
 
-def delta_as_dplr(k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """The delta rule under a vector decay as DPLR: its `k, v, a, b` with `S ← (diag(e^g) + b aᵀ) S + k vᵀ`.
-
-    From `S ← diag(e^g) S + β k (v − (e^g ⊙ k)ᵀ S)ᵀ` follow `b = k`, `a = −β e^g ⊙ k` and values `β v`. So keys are not
-    rounded again, and keep their groups `[B, T, G, K]`; a and b are `[B, T, H, K]`.
-    """
-    strength = beta.to(g.dtype).unsqueeze(-1)
-    a = weigh(k, -strength * g.exp(), 2).to(k.dtype)
-    return k, (strength * v).to(v.dtype), a, each_head(k, v.shape[2], 2)
-
-
 def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
     """Run a call of DPLR with any decay: the outputs `[B, T, H, V]` and the final states `[N, H, K, V]`."""
     matrices = [call[name] for name in ("q", "k", "v", "a", "b")]
     if {x.dtype for x in matrices} == MIXED:
         matrices = [x.float() for x in matrices]
-    return _dplr(call, *matrices)
-
-
-def _dplr(call: Call, *matrices: Tensor) -> tuple[Tensor, Tensor]:
     load()
     o, final, *_ = torch.ops.halflife.triton_dplr(
         *matrices, call.decay, call.first_state(torch.float32).contiguous(), call.packing.cu_seqlens,

@@ -15,6 +15,7 @@ from torch import Tensor
 from halflife.ops.backends.triton import interpreted, linear
 from halflife.ops.backends.triton.delta import host as delta
 from halflife.ops.backends.triton.dplr import dplr_host as dplr
+from halflife.ops.backends.triton.dplr import of_delta
 from halflife.ops.backends.triton.vector import vector_host as vector
 
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
@@ -134,7 +135,23 @@ def _dplr_backward(
     return _present(*dplr.backward(q, k, v, a, b, g, initial, *rest))
 
 
+def _kda(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return of_delta.forward(q, k, v, beta, g, initial, cu_seqlens, scale, chunk_size)
+
+
+def _kda_backward(
+    do: Tensor, dfinal: Tensor, entering: Tensor, transition: Tensor, a: Tensor, values: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, beta: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
+    rest = (entering, transition, a, values, cu_seqlens, scale, chunk_size, do, dfinal)
+    return _present(*of_delta.backward(q, k, v, beta, g, initial, *rest))
+
+
 differentiable("triton_linear", 6, _linear, _linear_backward, reads_final=False)
 differentiable("triton_vector", 5, _vector, _vector_backward, reads_final=False)
 differentiable("triton_delta", 7, _delta, _delta_backward)
 differentiable("triton_dplr", 7, _dplr, _dplr_backward)
+differentiable("triton_kda", 6, _kda, _kda_backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -211,11 +211,11 @@ def forward(
     return out, final, entering, transition
 
 
-def backward(
+def gradients(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, initial: Tensor, entering: Tensor,
     transition: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, a, b, the log-decays and the initial states."""
+    """Return the gradients of q, k, v, a, b, the log-decays and the initial states; of q and k head by head."""
     x = _operands(q, k, v, a, b, g, cu_seqlens, scale, chunk_size)
     chunks, heads, states, dstates = reduce(x, back=True), v.shape[2], x.new_states(), x.new_states()
     solved, adjoint = (torch.empty_like(do, dtype=x.narrow) for _ in range(2))
@@ -240,4 +240,10 @@ def backward(
     _inputs(x, True, x.v, solved, dscores, dstates, states, dk, db, partial, dg)
     if x.g is not None and dg is None and partial is not None:
         dg = partial.sum(0).to(x.g.dtype)
+    return dq, dk, dv, da, db, dg, dinitial
+
+
+def backward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Return the `gradients` of a call, in the shapes of its tensors."""
+    dq, dk, dv, da, db, dg, dinitial = gradients(q, k, *rest)
     return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, da, db, dg, dinitial
