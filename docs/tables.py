@@ -50,6 +50,7 @@ import decay_tables
 import differences
 import forecasts
 import numpy as np
+import overview
 import powers
 import speed_tables
 import theory_tables
@@ -58,14 +59,13 @@ from claims import Files, results
 from join import RESULTS
 
 from halflife.files import read_json
-from halflife.lab.experiments.evidence import overview_page
 from halflife.report.intervals import has_learned, with_interval
 from halflife.report.table import Table
 
 TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)(?:\|[^\n]*\n)*\n*", re.DOTALL)
 KEYS = {"file", "models", "also", "columns", "learned", "pairs"}
 WHOLE: dict[str, Callable[[Any], str]] = {
-    "overview": lambda file: overview_page.table(read_json(RESULTS / file)),
+    "overview": lambda file: overview.table(read_json(RESULTS / file)),
     "forecast errors": forecasts.errors,
     "findings": decay_tables.findings,
     "powers": powers.table,

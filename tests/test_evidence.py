@@ -4,8 +4,8 @@ import csv
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +13,15 @@ from helpers import assert_raises, cases
 
 from halflife import LanguageModel
 from halflife.lab.experiments import EXPERIMENTS, compare
-from halflife.lab.experiments.evidence import koopman_powers, overview_page, post_parts
+from halflife.lab.experiments.evidence import koopman_powers, post_parts
 from halflife.models import ModelConfig
 from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.figures.operators import power_map
 from halflife.runs.records import Training
 from halflife.runs.sweep import Cell
+
+sys.path.append(str(Path(__file__).parent.parent / "docs"))
+import overview
 
 NAMES = ("post-taken-apart", "post-taken-apart-text", "overview", "koopman-powers")
 TINY = {"steps": 3, "batch_size": 2, "save_every": 3, "hidden_size": 32}
@@ -196,7 +199,7 @@ def test_columns_of_the_overview():
         for test in ("mqar", "niah:hard", "s5:s3") for length in (64, 128, 1024)
         for pairs in ((math.nan,) if test == "s5:s3" else (1, 16, 32)) if not (pairs == 32 and length == 64)
     ]  # fmt: skip
-    found = overview_page.recall(rows, 64, 16)
+    found = overview.recall(rows, 64, 16)
     assert found["persistence"]["lengths"] == [64, 1024]
     assert found["persistence"]["values"]["a"][1] == pytest.approx([0.991024, 0.992024])
     assert found["capacity"]["lengths"] == [128, 1024]
@@ -208,27 +211,10 @@ def test_columns_of_the_overview():
         "parameters": {"a": 9000, "b": 900, "c": 90},
         "speeds": {"training": {"a": 1e4, "b": 2, "c": 1}, "decoding": {"a": 500.0, "b": 1, "c": 1}},
     }  # fmt: skip
-    page = overview_page.page(data)
+    page = overview.table(data)
     assert "| a | 9,000 | 99.1 → 99.2 | 115.1 → 115.2 |" in page
     assert "| not learned | – | 10,000 | 500 |" in page
     assert "| b | 900 |" + " not learned |" * 4 in page
-    assert "Best capacity at 1,024 tokens: c." in page
-    assert "Best tracking at 1,024 tokens: c." in page
-
-
-def test_bits_of_text(tmp_path, monkeypatch):
-    """Tokens of two bytes: a loss of three bits per token is 1.5 bits per byte; a perplexity of 16 is two."""
-    lengths = [{"length": n, "perplexity": p} for n, p in ((32, 8), (64, 4), (512, 16))]
-    result = {"bits_per_byte": 1.5, "tests": [{"length": 32, "loss": 3 * math.log(2)}], "lengths": lengths}
-    (tmp_path / "result.json").write_text(json.dumps(result))
-    one = SimpleNamespace(path=tmp_path, lengths=lengths)
-    runs = {"a": [one], "b": [SimpleNamespace(path=None, lengths=[])], "tried at two rates": [one, one]}
-    seeds = {"a": [0], "b": [0], "tried at two rates": []}
-    run = SimpleNamespace(models=list(runs), trainings_of=runs.__getitem__, seeds=seeds.__getitem__)
-    monkeypatch.setattr(overview_page, "read", lambda folder: run)
-    found = overview_page.text_bits(tmp_path)
-    assert found["lengths"] == [32, 512]
-    assert found["values"] == {"a": [[pytest.approx(1.5)], [pytest.approx(2)]]}
 
 
 def test_states_of_the_overview_are_of_one_size():
@@ -274,11 +260,6 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
     assert {row["model"] for row in rows} == set(models)
     summary = (folder / "summary.md").read_text()
     assert all(f"| {model} |" in summary for model in models)
-    if name == "overview":
-        page = (folder / "overview.md").read_text()
-        assert all(f"| {model} | " in page for model in models)
-        assert (folder / "figures" / "overview.png").exists()
-        assert json.loads((folder / "overview.json").read_text())["speeds"]["decoding"][models[0]] > 0
     if name == "koopman-powers":
         assert (folder / "figures" / "powers.png").exists()
         assert "| model | h2 | l3-masked |" in summary  # the table of what was trained

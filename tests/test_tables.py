@@ -162,7 +162,7 @@ def test_the_overview_is_that_of_its_files():
     data = json.loads((DOCS / "results" / "overview.json").read_text(encoding="utf-8"))
     found = overview.joined()
     assert found["models"] == data["models"]
-    assert overview.overview_page.table(found) == overview.overview_page.table(data)
+    assert overview.table(found) == overview.table(data)
 
 
 def test_the_overview_s_text_is_that_of_its_files():

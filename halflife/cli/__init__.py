@@ -41,7 +41,6 @@ examples:
   halflife throughput mamba2 mamba2+gate_rank llama --lengths 1024 4096 16384
   halflife mask runs/20260101-120000-gate-rank-s5-smoke
   halflife look my-checkpoint --text book.txt
-  halflife push my-model me/my-model --dry-run
 
 `halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
 `halflife --import MODULE COMMAND …` first imports a module of yours that registers decays, layers, presets or tasks.
@@ -64,8 +63,7 @@ COMMANDS = {
     "memory": "measure.memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
     "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
-    "push": "share.push.Push", "look": "measure.look.Look",
-    "check": "measure.check.Check", "diagnose": "measure.diagnose.Diagnose",
+    "look": "measure.look.Look", "check": "measure.check.Check", "diagnose": "measure.diagnose.Diagnose",
     "tokenizer": "text.tokenizer.Tokenizer",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)

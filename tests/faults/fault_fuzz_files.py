@@ -11,7 +11,7 @@ from processes import command, compare
 
 WRONG = [None, True, -1, 0, 1.5, 10**400, "", "x", [], {}, [None], {"x": 1}, "[red]", [[]] * 3]
 TRAINED = ["figures {0}", "generate {0} abc", "eval {0} --text notes.txt --output e", "train --resume {0} --quiet",
-           "spectrum {0} --text notes.txt --output s", "forecast {0} --output f", "push {0} a/b --dry-run",
+           "spectrum {0} --text notes.txt --output s", "forecast {0} --output f",
            "mask {0} --text notes.txt --output m.png"]  # fmt: skip
 COMPARISON = ["figures {0}", "compare --resume {0} --quiet", "forecast {0} --output f", "spectrum {0} --output s"]
 # Folder → the commands, and the files.

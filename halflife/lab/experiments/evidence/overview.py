@@ -6,14 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar
 
-from halflife.files import CONFIG_JSON, read_json
 from halflife.lab.experiments.base import EXPERIMENTS
 from halflife.lab.experiments.echo import EchoMQAR, EchoMQARSettings
-from halflife.lab.experiments.evidence.overview_page import collect, write_overview
 from halflife.lab.experiments.recall import RecallExperiment, RecallSettings
 from halflife.models import ModelConfig
 from halflife.report.markdown import Rows, in_distribution
-from halflife.runs.sweep import Cell
 
 MODELS = (
     "mamba2", "mamba3", "mamba3_mimo", "mamba3_echo", "rwkv7", "gated_deltanet", "deltaproduct", "deltanet", "kda",
@@ -40,9 +37,7 @@ class Overview(RecallExperiment):
     | niah:hard | one needle among decoys |
     | s5:s3 | the running product of a word in S3 |
 
-    When all runs have ended, `overview.md` joins these with speed, bytes of state and text. Text comes from the folder
-    `text` inside that of the comparison, if there is one:
-    `halflife compare mamba2 rwkv7 --experiment post-taken-apart-text --output FOLDER/text`.
+    `docs/overview.py` joins these with speed, bytes of state, and text (`--experiment post-taken-apart-text`).
     """
 
     scales: ClassVar = {
@@ -72,14 +67,3 @@ class Overview(RecallExperiment):
 
     def summary(self, folder: Path, rows: Rows) -> str:
         return in_distribution(rows)
-
-    def write_report(self, folder: Path, rows: Rows) -> None:
-        super().write_report(folder, rows)
-        config = read_json(folder / CONFIG_JSON)
-        if {(model, seed) for model in config["models"] for seed in config["seeds"]} - {
-            (row["model"], row["seed"]) for row in rows
-        }:
-            return  # speeds are measured when no run is left
-        settings = self.settings.from_dict(config["settings"])
-        configs = {name: self.configure(settings, Cell(name, 1e-3, 0)).model for name in config["models"]}
-        write_overview(folder, collect(folder, rows, configs, settings.train_length, max(settings.pairs)))
