@@ -18,9 +18,7 @@ from halflife.models import loss
 from halflife.models.loss import ChunkedLoss, mean_loss, token_losses
 from halflife.tasks import IGNORED
 from halflife.training import sharding
-from halflife.training.config import TrainConfig
 from halflife.training.fit import Objective
-from halflife.training.trainer import HalflifeTrainer
 
 
 @pytest.fixture
@@ -101,19 +99,6 @@ def test_a_device_is_not_waited_for(chunks, monkeypatch):
         labels = torch.zeros(2, 15, dtype=torch.long, device="cuda")
         model = Fixed(torch.empty(2, 15, 5, device="cuda"), torch.empty(1, 5, device="cuda"))
         assert Objective(model)(labels, labels, num_items_in_batch=labels.sum())["loss"].shape == ()
-
-
-def test_the_optimiser_is_one_kernel_on_a_gpu():
-    config = TrainConfig(
-        model=preset("gla", vocab_size=8, hidden_size=16, num_layers=1), steps=1, batch_size=1, learning_rate=1e-3
-    )
-    for kind, fused in (("cuda", True), ("cpu", None)):
-        trainer = SimpleNamespace(
-            optimizer=None, model=LanguageModel(config.model), config=config,
-            args=SimpleNamespace(device=torch.device(kind)),
-        )  # fmt: skip
-        optimizer = HalflifeTrainer.create_optimizer(trainer)
-        assert [group["fused"] for group in optimizer.param_groups] == [fused] * len(optimizer.param_groups)
 
 
 def test_gradcheck(chunks):

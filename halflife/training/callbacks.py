@@ -7,7 +7,6 @@ import math
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import TrainerCallback
 from halflife.files import METRICS_JSONL, finite, naming, read_metrics, write_text
 from halflife.layers import gate_statistics
 from halflife.training.config import SIGNALS
-from halflife.training.speed import Speed
+from halflife.training.speed import Speed, StepTimes
 
 if TYPE_CHECKING:
     from halflife.evaluation.profile import Profile
@@ -74,10 +73,9 @@ class Metrics(TrainerCallback):
         self.speed = speed
         self.tracking: Tracking | None = None
         self.graphs: Callable[[], int] | None = None
-        self.step_seconds: list[float] = []
+        self.times = StepTimes()
         self.validation: float | None = None
-        self._step_start = 0.0
-        self._logged = 0  # number of `step_seconds` at the previous log
+        self._logged = 0  # number of steps at the previous log
         self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -89,10 +87,10 @@ class Metrics(TrainerCallback):
         self.validation = validations[-1] if validations else None
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._step_start = time.perf_counter()
+        self.times.begin(args.device)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.step_seconds.append(time.perf_counter() - self._step_start)
+        self.times.end()
         last = state.global_step == state.max_steps
         control.should_log |= last  # so that the loss of every step is part of a line, and a divergence is seen
         if state.global_step % self.every == 0 or last:
@@ -107,9 +105,10 @@ class Metrics(TrainerCallback):
             return
         names = ("loss", "learning_rate", "grad_norm")
         line: dict[str, Any] = {name: logs[name] for name in names if name in logs}
-        if self.speed is not None and (recent := self.step_seconds[self._logged :]):
+        seconds = self.times.seconds()  # of all steps, for the loss has been read
+        if self.speed is not None and (recent := seconds[self._logged :]):
             line |= self.speed.of(median(recent))
-        self._logged = len(self.step_seconds)
+        self._logged = len(seconds)
         if self.graphs is not None:
             line["compiled_graphs"] = self.graphs()
         gates = gate_statistics(kwargs["model"])
@@ -134,7 +133,7 @@ class Metrics(TrainerCallback):
 
     def seconds_per_step(self) -> float:
         """The median duration of the steps of this process; NaN if it did no step."""
-        return median(self.step_seconds) if self.step_seconds else math.nan
+        return median(self.times.seconds() or [math.nan])
 
     def _write(self, state, line: dict[str, Any]) -> None:
         if not state.is_world_process_zero:
@@ -190,8 +189,10 @@ class ProgressBar(TrainerCallback):
         form = {"accuracy": "4.0%", "loss": ".3f"}[self.metrics.measure]
         shown = "" if value is None else f" val {value:{form}}"
         assert self.task is not None
-        speed, seconds = self.metrics.speed, self.metrics.step_seconds[-20:]
-        rate = "" if speed is None else f" {speed.of(median(seconds))['tokens_per_second']:,.0f} tokens/s"
+        speed, seconds = self.metrics.speed, self.metrics.times.seconds()[-20:]
+        rate = ""
+        if speed is not None and seconds:
+            rate = f" {speed.of(median(seconds))['tokens_per_second']:,.0f} tokens/s"
         self.progress.update(
             self.task,
             completed=state.global_step,
@@ -217,6 +218,7 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.hosts: Any = None  # the group of the processes, in which a host does not wait for its device
         self.previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in this thread only
             for number in (*SIGNALS, signal.SIGINT):
@@ -230,10 +232,14 @@ class StopOnSignal(TrainerCallback):
             print("\nsaving a checkpoint after this step; press Ctrl-C again to stop at once", file=sys.stderr)
         self.received = number
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_initialized():
-            received = torch.tensor(float(self.received or 0), device=args.device)
-            torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX)
+            self.hosts = torch.distributed.new_group(backend="gloo")
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.hosts is not None:
+            received = torch.tensor(self.received or 0)
+            torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX, self.hosts)
             self.received = int(received) or None
         if self.received is not None:
             control.should_save = control.should_training_stop = True

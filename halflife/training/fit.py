@@ -273,6 +273,7 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
     from halflife.training.trackers import PROJECT, run_name
 
     by_epoch = config.schedule == BY_EPOCH  # `HalflifeTrainer.create_scheduler` makes it
+    cuda = torch.cuda.is_available()
     log_every = math.gcd(config.save_every, 20)  # divides save_every, so that a resumed run logs the same averages
     return TrainingArguments(
         output_dir=str(folder / CHECKPOINTS),
@@ -293,7 +294,8 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         save_steps=config.save_every,
         save_total_limit=None,  # the `CheckpointStore` removes old ones
         remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_pin_memory=cuda,
+        accelerator_config={"non_blocking": cuda},
         ddp_find_unused_parameters=False,
         report_to=list(execution.track),
         run_name=run_name(folder, execution),

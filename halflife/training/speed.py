@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -53,6 +55,37 @@ class Speed:
         """Tokens per second, and the share of `rate` (MFU), when a step takes `seconds`."""
         per_second = self.tokens / seconds
         return {"tokens_per_second": per_second, "mfu": per_second * self.operations / self.rate}
+
+
+class StepTimes:
+    """The durations of steps; of a GPU by its own clock, because the host only launches a step and runs ahead."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._start: Any = None
+        self._running: deque[tuple[Any, Any]] = deque()  # events around the steps that a GPU may not have done yet
+
+    def begin(self, device: torch.device) -> None:
+        self._start = _event() if device.type == "cuda" else time.perf_counter()
+
+    def end(self) -> None:
+        if isinstance(self._start, float):
+            self._seconds.append(time.perf_counter() - self._start)
+        else:
+            self._running.append((self._start, _event()))
+
+    def seconds(self) -> list[float]:
+        """The duration of every step that is done, without waiting for the others."""
+        while self._running and self._running[0][1].query():
+            start, end = self._running.popleft()
+            self._seconds.append(start.elapsed_time(end) / 1000)
+        return self._seconds
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def peak_rate(device: torch.device, bf16: bool) -> float:

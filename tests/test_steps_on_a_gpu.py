@@ -1,0 +1,76 @@
+"""A host that trains on a GPU launches steps ahead and waits for none. The GPU is a fake."""
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+
+from halflife import LanguageModel, preset
+from halflife.training.checkpoints import CheckpointStore
+from halflife.training.config import ExecutionConfig, TrainConfig
+from halflife.training.fit import Objective, _arguments
+from halflife.training.speed import StepTimes
+from halflife.training.trainer import HalflifeTrainer
+
+MODEL = preset("gla", vocab_size=8, hidden_size=16, num_layers=1)
+CONFIG = TrainConfig(model=MODEL, steps=1, batch_size=1, learning_rate=1e-3)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for state in (PartialState, AcceleratorState):
+        monkeypatch.setattr(state, "_shared_state", {})
+
+
+def trainer(folder, data=None):
+    arguments = _arguments(CONFIG, folder, ExecutionConfig(show=False))
+    return HalflifeTrainer(
+        CONFIG, CheckpointStore(folder), model=Objective(LanguageModel(MODEL)), args=arguments, train_dataset=data
+    )
+
+
+def test_batches_arrive_from_pinned_memory_while_the_host_goes_on(gpu, monkeypatch, tmp_path):
+    sent = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *given: x + 5)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *given: module)
+    monkeypatch.setattr("accelerate.data_loader.send_to_device", lambda *given, **how: sent.append((*given, how)))
+    next(iter(trainer(tmp_path, [{"labels": torch.zeros(1)}] * 2).get_train_dataloader()))
+    assert sent == [({"labels": torch.full((1,), 5.0)}, torch.device("cuda"), {"non_blocking": True})]
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_the_optimiser_is_one_kernel(fused, request, monkeypatch, tmp_path):
+    if fused:
+        request.getfixturevalue("gpu")
+        monkeypatch.setattr(torch.nn.Module, "to", lambda module, *given: module)
+    groups = trainer(tmp_path).create_optimizer().param_groups
+    assert [group["fused"] for group in groups] == [fused] * len(groups)
+
+
+def test_a_gpu_times_its_own_steps(monkeypatch):
+    """The host is done with each of three steps at once, of which the GPU has done two."""
+    clock, done = iter((0.0, 30.0, 31.0, 51.0, 52.0, 99.0)), (30.0, 51.0)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.milliseconds = next(clock)
+
+        def query(self):
+            return self.milliseconds in done
+
+        def elapsed_time(self, end):
+            return end.milliseconds - self.milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times = StepTimes()
+    for _ in range(3):
+        times.begin(torch.device("cuda"))
+        times.end()
+    assert times.seconds() == times.seconds() == [0.03, 0.02]
