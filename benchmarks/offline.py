@@ -10,6 +10,7 @@ A row that misses a limit is listed under "missed_today" in the file and may not
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -246,34 +247,49 @@ def kernel_of(row: str) -> str:
     return row.split(",")[0].split(" ")[0]
 
 
+def key_of(launches: dict[str, Launch], code: str) -> str:
+    """A hash of a kernel's code and of all that its launches hand over, for each target."""
+    parts = [code]
+    for target, launch in launches.items():
+        given = {
+            name: (x.dtype, tuple(x.shape), x.stride()) if isinstance(x, Tensor) else x
+            for name, x in launch.arguments.items()
+        }
+        parts.append(repr((target, launch.grid, given, sorted(launch.options.items()))))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
 def compile_all(data: dict[str, Any]) -> None:
-    """Compile what has no row, or one of other code, and save each row at once."""
+    """Compile what has no row, or one of other code or of other launches, and save each row at once."""
     import triton
 
-    now, versions = offline_sources.sources(), {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
+    codes = offline_sources.sources(hosts=False)
+    versions = {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
     versions["fla-core"] = metadata.version("fla-core")
     if any(data["versions"].get(name) != versions[name] for name in ("triton", "fla-core")):
         data["fla"] = {}
-    same = data["versions"].get("triton") == versions["triton"]
-    old = {name: row for name, row in data["kernels"].items()
-           if same and now.get(kernel_of(name)) == data["sources"].get(kernel_of(name))}  # fmt: skip
-    data |= {"versions": versions, "kernels": old, "facts": {name: data["facts"][name] for name in old}}
-    data["sources"] = {name: value for name, value in now.items() if any(kernel_of(row) == name for row in old)}
-    copy, wanted = rates()["copy"], []
+    if data["versions"].get("triton") != versions["triton"]:
+        data["facts"] = {}
+    data["versions"] = versions
+    copy, wanted = rates()["copy"], set()
     calls = {case: launches_by_target(call) for case, call in CASES.items()}
     alike = offline_tokens.launches() | offline_passes.launches()
     calls |= {case: [dict.fromkeys(TARGETS, launch) for launch in found] for case, found in alike.items()}
     for case, found in calls.items():
         for launches in found:
             name = name_of(launches["sm_90"], case)
-            if name not in data["kernels"]:
+            if name in wanted:  # of another shape
+                continue
+            key = key_of(launches, codes[kernel_of(name)])
+            if data["facts"].get(name, {}).get("key") != key:
                 print(f"compiles {name}", file=sys.stderr, flush=True)
-                data["kernels"][name], data["facts"][name] = row_of(launches["sm_90"], copy, launches)
-                data["sources"][kernel_of(name)] = now[kernel_of(name)]
+                data["kernels"][name], facts = row_of(launches["sm_90"], copy, launches)
+                data["facts"][name] = {**facts, "key": key}
                 write(data)
-            wanted.append(name)
+            wanted.add(name)
     for part in ("kernels", "facts"):
-        data[part] = {name: data[part][name] for name in dict.fromkeys(wanted)}
+        data[part] = {name: row for name, row in data[part].items() if name in wanted}
+    data["sources"] = offline_sources.sources()
 
 
 def ops(data: dict[str, Any], copy: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import re
 from pathlib import Path
@@ -37,6 +38,11 @@ class _Modules:
         places = {self.imported.get((place[0], name), (place[0], name)) for name in names}
         return places & self.defined.keys()
 
+    @functools.cached_property
+    def uses(self) -> dict[Place, set[Place]]:
+        """`used` of all definitions."""
+        return {place: self.used(place) for place in self.defined}
+
     def launches(self, place: Place) -> set[Place]:
         """The kernels that a function launches: `launch(kernel, grid)`."""
         calls = [n for n in ast.walk(self.defined[place]) if isinstance(n, ast.Call) and n.args]
@@ -44,13 +50,28 @@ class _Modules:
         places = {self.imported.get((place[0], name), (place[0], name)) for name in names}
         return {at for at in places & self.defined.keys() if "jit" in _decorators(self.defined[at])}
 
-    def closure(self, starts: set[Place]) -> set[Place]:
-        found, waiting = set(starts), list(starts)
-        while waiting:
-            new = self.used(waiting.pop()) - found
-            found |= new
-            waiting += new
-        return found
+    def hosts_of(self, launchers: set[Place]) -> set[Place]:
+        """Functions that launch a kernel, those that call them, and what all of them read, without code of kernels.
+
+        The tiles of a kernel may be chosen far from its launch.
+        """
+        hosts = {place for place, node in self.defined.items() if "jit" not in _decorators(node)}
+        used = {place: self.uses[place] & hosts for place in hosts}
+        users: dict[Place, set[Place]] = {}
+        for place, names in used.items():
+            for name in names:
+                users.setdefault(name, set()).add(place)
+        return closure(closure(launchers, users), used)
+
+
+def closure(starts: set[Place], edges: dict[Place, set[Place]]) -> set[Place]:
+    """What can be reached from some definitions."""
+    found, waiting = set(starts), list(starts)
+    while waiting:
+        new = edges.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _decorators(node: ast.stmt) -> str:
@@ -73,21 +94,21 @@ def name_of(module: str, function: str) -> str:
     return f"{module.removeprefix(KERNELS)}.{function}"
 
 
-def sources(package: Path = PACKAGE) -> dict[str, str]:
-    """Each kernel (`name_of`) → a hash of its code, of the host code that launches it, and of what both call."""
+def sources(package: Path = PACKAGE, hosts: bool = True) -> dict[str, str]:
+    """Each kernel (`name_of`) → a hash of its code, of what it calls, and of the host code that leads to its launch."""
     texts = {
         ".".join(file.relative_to(package.parent).with_suffix("").parts): file.read_text(encoding="utf-8")
         for file in sorted(package.rglob("*.py"))
     }
     modules = _Modules({module: text for module, text in texts.items() if "import triton" in text})
-    hosts: dict[Place, set[Place]] = {}
+    launchers: dict[Place, set[Place]] = {}
     for place, node in modules.defined.items():
         if isinstance(node, ast.FunctionDef):
             for kernel in modules.launches(place):
-                hosts.setdefault(kernel, set()).add(place)
+                launchers.setdefault(kernel, set()).add(place)
     hashes = {}
-    for kernel, launchers in sorted(hosts.items()):
-        depends = modules.closure({kernel, *launchers})
+    for kernel, places in sorted(launchers.items()):
+        depends = closure({kernel}, modules.uses) | (modules.hosts_of(places) if hosts else set())
         text = "\n".join(_code(modules.text[place[0]], modules.defined[place]) for place in sorted(depends))
         hashes[name_of(*kernel)] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return hashes

@@ -84,8 +84,9 @@ def test_limits(change, allowed, wrong):
 
 def test_a_hash_follows_code_and_not_comments(tmp_path):
     text = (
-        "import triton\nN = 3\n@triton.jit\ndef helper(x):\n    return x + N\n@triton.jit\ndef my_kernel(x):\n"
-        "    helper(x)\ndef host(x):\n    launch(my_kernel, (1,))(x)\n"
+        "import triton\nN = 3\n@triton.jit\ndef helper(x):\n    return x + N\n@triton.jit\ndef my_kernel(x, TILE):\n"
+        "    helper(x)\ndef host(x, tile):\n    launch(my_kernel, (1,))(x, tile)\n"
+        "TILES = 16, 32\ndef tile_of(x):\n    return TILES[x]\ndef op(x):\n    host(x, tile_of(x))\n"
     )
     read = script("offline_sources").sources
 
@@ -96,7 +97,7 @@ def test_a_hash_follows_code_and_not_comments(tmp_path):
     first = hashed(text)
     assert set(first) == {f"{tmp_path.name}.file.my_kernel"}
     assert hashed(text.replace("def helper(x):\n", 'def helper(x):\n    """Add."""\n    # comment\n')) == first
-    for old, new in (("N = 3", "N = 4"), ("x + N", "x - N"), ("(1,)", "(2,)")):
+    for old, new in (("N = 3", "N = 4"), ("x + N", "x - N"), ("(1,)", "(2,)"), ("16, 32", "16, 64")):
         assert hashed(text.replace(old, new)) != first
 
 
