@@ -14,7 +14,7 @@ from halflife import LanguageModel, Session, preset
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.evaluation import evaluating, language
 from halflife.layers import init
-from halflife.layers.rwkv7 import RWKV7
+from halflife.layers.rwkv7 import RWKV7, LoRA
 from halflife.layers.ska import SKA
 from halflife.models import PRESETS
 from halflife.ops import linear as linear_module
@@ -254,6 +254,7 @@ def test_weights_cast_together_are_those_of_autocast(name):
         with torch.autocast("cpu", torch.bfloat16), context:
             logits = model(ids)[0]
             narrow = {module.weight.dtype for module in maps(model)}
+            narrow |= {module.up.dtype for module in model.modules() if isinstance(module, LoRA)}
             assert [type(module) for module in maps(model)] == [nn.Linear] * len(held)
         logits.float().square().mean().backward()
         return narrow, [logits, *[x.grad for x in model.parameters() if x is not frozen]]

@@ -29,6 +29,8 @@ class LoRA(nn.Module):
     Initially W₁ is zero, and W₂ is orthogonal with gain 0.1.
     """
 
+    only_products = True  # see `ops.linear.cast_weights`
+
     def __init__(self, inputs: int, rank: int, outputs: int, activation: str | None = None) -> None:
         super().__init__()
         self.activation = activation

@@ -48,7 +48,8 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Inside this block, the linear maps of `model` have weights in autocast's dtype on the device of `x`.
 
     One launch casts all of them, and in the backward pass one casts their gradients, where autocast has two for each.
-    As in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are.
+    As in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are. Other modules take
+    part if their class says that products alone read their parameters (`only_products`).
     """
     dtype = autocast_dtype(x.device)
     if dtype is None or is_transformed():
@@ -57,7 +58,7 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     held = [
         (module._parameters, name, weight)
         for module in model.modules()
-        if type(module) is nn.Linear
+        if type(module) is nn.Linear or getattr(type(module), "only_products", False)
         for name, weight in module._parameters.items()
         if type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device == x.device
     ]
