@@ -30,6 +30,7 @@ sys.path[:0] = [str(FOLDER), str(ROOT)]
 import offline_code  # noqa: E402
 import offline_fla  # noqa: E402
 import offline_kernels  # noqa: E402
+import offline_loss  # noqa: E402
 import offline_models  # noqa: E402
 import offline_page  # noqa: E402
 import offline_passes  # noqa: E402
@@ -51,7 +52,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 PARTS = (
     "versions", "rates", "sources", "kernels", "facts", "missed_today", "ops", "ops_today", "models", "models_today",
-    "fla",
+    "loss", "fla",
 )  # fmt: skip
 
 
@@ -362,6 +363,7 @@ def main() -> None:
         new = [name for name in now if name not in old] if part == "ops_today" and old else []
         complaints += more(now, old) + [f"{name}: misses its bytes now" for name in new]
         data[part] = least({name: row for name, row in now.items() if name not in new}, old)
+    data["loss"] = offline_loss.rows(roofs)
     data["fla"] = offline_fla.rows(roofs["copy"], data["fla"])
     write(data)
     offline_fla.write_choice(data)

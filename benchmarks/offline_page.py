@@ -36,6 +36,10 @@ forward, 6 a token, 0 breaks (of two layers). The time is of {layers} layers wit
 (our kernels {triton}), {product} TFLOP/s and ≥ 3 µs a launch. Tokens are decoded in bfloat16.
 
 {models}
+
+The head and its loss, of the same tokens with a vocabulary:
+
+{loss}
 """
 
 
@@ -100,6 +104,15 @@ def _models(data: dict[str, Any], measured: dict[str, float]) -> str:
     return table(head, rows)
 
 
+def _loss(data: dict[str, Any]) -> str:
+    lines = [
+        [name, row["launches"], f"{row['bytes'] / 1e9:.0f}/{row['saved_bytes'] / 1e9:.2f}",
+         f"*{row['predicted_ms']:.0f}*"]
+        for name, row in data["loss"].items()
+    ]  # fmt: skip
+    return table(["loss", "launches", "GB/saved", "predicted ms"], lines)
+
+
 def rows(data: dict[str, Any]) -> str:
     """Every row of every target, for a terminal."""
     keys = ("registers", "spills", "shared", "programs", "wgmma", "mma", "cp_async", "bytes")
@@ -127,7 +140,8 @@ def write(data: dict[str, Any], root: Path) -> None:
     rates = data["rates"]
     text = TEXT.format(
         missed=len(data["missed_today"]), rows=len(data["kernels"]),
-        kernels=_kernels(data), ops=_ops(data, ops), models=_models(data, models), batch=BATCH, length=f"{LENGTH:,}",
+        kernels=_kernels(data), ops=_ops(data, ops), models=_models(data, models), loss=_loss(data),
+        batch=BATCH, length=f"{LENGTH:,}",
         hidden=f"{HIDDEN:,}", layers=LAYERS, copy=f"{rates['copy'] / 1e12:.2f}",
         product=f"{rates['product'] / 1e12:.0f}", triton=f"{rates['triton'] / 1e12:.2f}",
     )  # fmt: skip

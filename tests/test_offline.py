@@ -104,6 +104,7 @@ def test_a_hash_follows_code_and_not_comments(tmp_path):
 def test_the_page_shows_the_figures():
     page = (ROOT / "docs/gpu.md").read_text()
     assert all(f"`{name}`" in page for name in (*DATA["sources"], *DATA["models"]))
+    assert all(f"| {name} |" in page for name in DATA["loss"])
     prose = [line for line in page.splitlines() if not line.startswith(("|", "#"))]
     assert len(" ".join(prose).split()) <= 400
     assert all(set(row) >= MODEL for row in DATA["models"].values())
@@ -118,8 +119,8 @@ for name in sys.argv[1:]:
     case = offline.CASES[name]
     for launch in [x for part in offline.launches_of(case, *case.shapes[0]) for x in part]:
         found[offline.name_of(launch, name)] = offline.row_of(launch, 3e12)[0]
-model = offline_models.row_of("mamba2", {"copy": 3e12, "product": 7e14, "triton": 1e12})
-print(json.dumps([found, model]))
+rates = {"copy": 3e12, "product": 7e14, "triton": 1e12}
+print(json.dumps([found, offline_models.row_of("mamba2", rates), offline_loss.rows(rates)]))
 """
 
 
@@ -132,7 +133,9 @@ def test_the_figures_are_those_of_this_code():
         [sys.executable, "-c", CODE, "linear, scalar, 64", "linear, gate_rank, 64"],
         capture_output=True, text=True, check=True, cwd=ROOT, env=environment,
     )  # fmt: skip
-    found, model = json.loads(done.stdout)
+    found, model, loss = json.loads(done.stdout)
+    for name, row in loss.items():
+        assert {**row, "predicted_ms": DATA["loss"][name]["predicted_ms"]} == DATA["loss"][name]
     counted = ("launches", "forward_launches", "bytes", "syncs", "graph_breaks", "decode_launches")
     assert {key: model[key] for key in counted} == {key: DATA["models"]["mamba2"][key] for key in counted}
     for name, row in found.items():

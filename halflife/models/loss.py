@@ -18,6 +18,9 @@ from halflife.ops.linear import is_fast
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
+# 512 MiB. A GPU reads the head and adds to its gradient once a chunk (2 GB of a vocabulary of 128,256 and a width of
+# 1,024), which products with fewer tokens do not hide.
+GPU_LOGITS = 1 << 27
 # A CPU is fastest with logits that its cache holds (8 MiB), but a large head is to be read for many tokens at once.
 CACHED_LOGITS, MANY_TOKENS = 1 << 21, 512
 
@@ -118,7 +121,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 def tokens_at_once(vocabulary: int, device: str) -> int:
     """The number of tokens whose logits are computed at once on a type of device."""
-    most = max(1, LOGITS // vocabulary)
+    most = max(1, (GPU_LOGITS if device == "cuda" else LOGITS) // vocabulary)
     return min(most, max(MANY_TOKENS, CACHED_LOGITS // vocabulary)) if device == "cpu" else most
 
 
