@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import subprocess
 import sys
 import sysconfig
@@ -17,16 +18,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import timing  # noqa: E402
 
 from halflife import LanguageModel, preset  # noqa: E402
-from halflife.export.int8 import bits_per_byte, quantize, weight_bytes  # noqa: E402
+from halflife.export.int8 import quantize  # noqa: E402
 from halflife.models import checkpoint  # noqa: E402
 
 MARK = "<!-- int8 -->"
+PIECE_TOKENS = 1024  # that the model reads at once
 PROMPT = 128  # tokens
 HELD_OUT = 65_536  # bytes of the text that the loss is measured on
 LARGE = {"hidden_size": 768, "num_layers": 12}
@@ -102,6 +106,28 @@ def rows(model: LanguageModel, test: np.ndarray | None) -> Iterator[str]:
         size = f"{weight_bytes(one) / 1e6:.1f} MB"
         times = f"{1e3 * steps[name]:.1f} ms | {1e3 * prompts[name]:.0f} ms"
         yield f"| {model.num_parameters():,} | {name} | {size} | {times} | {loss} |"
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers."""
+    tensors = {id(x): x.nbytes for x in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
+@torch.no_grad()
+def bits_per_byte(model: LanguageModel, ids: np.ndarray, count: int) -> float:
+    """Return the bits per byte of a text, which the model reads in pieces.
+
+    Args:
+        ids: token ids `[T]`; the first one is not predicted.
+        count: bytes of the text that the other ids stand for.
+    """
+    tokens, state, nats = torch.from_numpy(ids), None, 0.0
+    for start in range(0, len(tokens) - 1, PIECE_TOKENS):
+        target = tokens[start + 1 : start + PIECE_TOKENS + 1]
+        logits, state = model(tokens[start : start + len(target)].unsqueeze(0), state)
+        nats += float(F.cross_entropy(logits[0].float(), target, reduction="sum"))
+    return nats / math.log(2) / count
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """Tiny models of transformers, one for each class of mixer whose decay is read, with the law of its decay by hand."""
 
+import json
 import math
 
 import torch
+
+from halflife import layers
+from halflife.models.convert import take_mixer
+from halflife.models.tensor_file import Checkpoint
 
 VOCAB = 256
 LINEAR_THEN_FULL = ["linear_attention"] * 3 + ["full_attention"]
@@ -169,3 +174,12 @@ LAWS = {
     "rwkv": ("attention", rwkv),
 }  # fmt: skip
 assert LAWS.keys() == OPTIONS.keys()
+
+
+def mixer_of(folder, layer):
+    """The mixer of one layer, as a layer of ours."""
+    config = json.loads((folder / "config.json").read_text())
+    name, options, tensors = take_mixer(config["model_type"], config, Checkpoint(folder), layer)
+    mixer = layers.build(name, **options)
+    mixer.load_state_dict(tensors, assign=True)
+    return mixer

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from foreign_models import mixer_of
 from helpers import assert_close, assert_raises, assert_same, cases, unchecked
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
@@ -13,7 +14,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.models import checkpoint
-from halflife.models.convert import SOURCES, convert, load_layer
+from halflife.models.convert import SOURCES, convert
 from halflife.models.load import load_any
 
 LENGTH, VOCABULARY = 33, 50
@@ -142,7 +143,7 @@ def test_qwen3_nexts_mixer_equals_transformers(key_heads, value_heads, tmp_path,
     plain = unchecked(qwen3_next.torch_chunk_gated_delta_rule)  # otherwise transformers calls fla's Triton kernel
     monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", plain)
     theirs = qwen(tmp_path / "in", key_heads, value_heads)
-    ours = load_layer(convert(tmp_path / "in", tmp_path / "out", layer=1))
+    ours = mixer_of(tmp_path / "in", 1)
     x = torch.randn(2, LENGTH, 32)
     expected = theirs.model.layers[1].linear_attn(x)
     assert_close(ours(x)[0], expected, TOLERANCE)
@@ -151,27 +152,13 @@ def test_qwen3_nexts_mixer_equals_transformers(key_heads, value_heads, tmp_path,
 def test_qwen3_nexts_other_parts_are_refused(tmp_path):
     source, out = tmp_path / "in", tmp_path / "out"
     qwen(source)
-    assert_raises(ValueError, "`halflife convert --layer N` converts one of its mixers", load_any, source)
-    assert_raises(ValueError, r"a whole qwen3_next has layers.*--layer N.*0, 1, 2$", convert, source, out)
+    assert_raises(ValueError, "read it in place", load_any, source)
+    assert_raises(ValueError, r"a qwen3_next has layers that halflife lacks", convert, source, out)
     message = "layer 3 has no mixer with a decay; the layers with one are 0, 1, 2"
-    assert_raises(ValueError, message, convert, source, out, layer=3)
+    assert_raises(ValueError, message, mixer_of, source, 3)
     edit(source / "config.json", linear_num_value_heads=3)
-    assert_raises(ValueError, "linear_num_value_heads", convert, source, out, layer=1)
+    assert_raises(ValueError, "linear_num_value_heads", mixer_of, source, 1)
     assert not out.exists()
-
-
-def test_a_layers_folder_that_is_broken(tmp_path):
-    qwen(tmp_path / "in")
-    convert(tmp_path / "in", tmp_path / "out", layer=0)
-    assert_raises(FileExistsError, r"layer\.json", convert, tmp_path / "in", tmp_path / "out", layer=0)
-    data = json.loads((tmp_path / "out" / "layer.json").read_text())
-    edit(tmp_path / "out" / "layer.json", options={**data["options"], "head_dim": 5})
-    assert_raises(ValueError, "belongs to another layer", load_layer, tmp_path / "out")
-    edit(tmp_path / "out" / "layer.json", format=9)
-    assert_raises(ValueError, "format 9", load_layer, tmp_path / "out")
-    (tmp_path / "out" / "layer.safetensors").unlink()
-    edit(tmp_path / "out" / "layer.json", format=1)
-    assert_raises(FileNotFoundError, r"layer\.safetensors", load_layer, tmp_path / "out")
 
 
 def gla(folder, weights=lambda weights: weights, **changes):
@@ -248,10 +235,9 @@ def test_folders_that_are_wrong(damage, error, message, tmp_path):
 
 def test_what_was_asked_for_makes_no_sense(tmp_path):
     source = gla(tmp_path / "in")
-    with pytest.raises(ValueError, match=r"--layer takes one mixer of qwen3_next, .*; a gla is converted as a whole"):
-        convert(source, tmp_path / "out", layer=0)
+    assert_raises(ValueError, "mixers are taken of qwen3_next, .*; got a gla", mixer_of, source, 0)
     assert_raises(ValueError, "Choose from: halflife, transformers, fla", convert, source, tmp_path / "out", to="jax")
-    assert_raises(ValueError, "only a whole halflife checkpoint", convert, source, tmp_path / "out", to="transformers")
+    assert_raises(ValueError, "only a halflife checkpoint", convert, source, tmp_path / "out", to="transformers")
     assert_raises(FileExistsError, r"config\.json already", convert, source, source)
 
 

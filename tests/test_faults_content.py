@@ -101,7 +101,7 @@ def test_the_model_of_a_task_reads_no_text(tmp_path, refused):
     config = preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)
     checkpoint.save(LanguageModel(config), tmp_path)
     write_json(tmp_path / "run.json", {"model": config.to_dict(), "stages": []})
-    for arguments in (["generate", "abc"], ["eval", "--text", __file__], ["quantize", "--text", __file__]):
+    for arguments in (["generate", "abc"], ["eval", "--text", __file__]):
         assert "was trained on a task" in refused(arguments[0], str(tmp_path), *arguments[1:])
 
 

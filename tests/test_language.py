@@ -25,7 +25,7 @@ from tiny_runs import after_step
 from transformers import TrainerState
 
 from halflife import preset
-from halflife.cli import main, read_command
+from halflife.cli import main
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths, relative_paths
@@ -290,7 +290,6 @@ def test_run_json_names_no_folder_of_this_machine(corpus, text, whole, tmp_path,
     confirm(old / "run.json")
     assert language.load_config(old).data["sources"] == [str(text)]
     assert not check_run_folder(tiny(corpus), old)
-    assert read_command(["train", "--config", str(whole / "run.json")]).text.data == (str(text),)
 
 
 def test_the_folder_of_a_tokenizer_is_relative_to_the_run_and_a_name_stays(text, tmp_path, monkeypatch):
@@ -336,7 +335,6 @@ def test_runs_with_the_folder_of_a_tokenizer_can_be_moved_with_it(text, tmp_path
     main(["train", "--resume", "there/run", "--quiet"])
     main(["compare", "--resume", "there/sweep", "--quiet"])
     assert "report: " in capsys.readouterr().out
-    assert read_command(["train", "--config", "there/run/run.json"]).text.tokenizer == str(there / "words")
 
 
 def test_ctrl_c_saves_and_a_second_one_stops_at_once(tmp_path, monkeypatch, capsys):

@@ -62,7 +62,7 @@ COMMANDS = {
     "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
     "memory": "measure.memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
-    "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
+    "serve": "deploy.serve.Serve", "export": "deploy.export.Export",
     "look": "measure.look.Look", "check": "measure.check.Check", "diagnose": "measure.diagnose.Diagnose",
     "tokenizer": "text.tokenizer.Tokenizer",
 }  # fmt: skip

@@ -113,7 +113,6 @@ class Compare:
       halflife compare --experiment echo-mqar --scale small --seeds 3
       halflife compare vector/mamba2 simple/0.99 --experiment decay-design --text corpus/*.txt
       halflife compare --experiment post-lm --scale paper --dry-run
-      halflife compare --config runs/20260101-120000-mqar-smoke/config.json --seeds 3
       halflife compare --resume runs/20260101-120000-mqar-smoke
       halflife compare gla --resume runs/20260101-120000-mqar-smoke --lr 1e-3
     """
@@ -148,15 +147,6 @@ class Compare:
     settings: Settings = Settings()
     place: Place = Place()
     job: Job = field(default_factory=Job)
-
-    @staticmethod
-    def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The options of a comparison whose `config.json` holds `written`; None for a file that a user wrote."""
-        from halflife.lab.experiments.saved import compare_options
-
-        if not isinstance(written.get("learning_rates"), Mapping):
-            return None
-        return compare_options(written, options_of(Settings()))
 
     def run(self) -> None:
         from halflife.lab.experiments import compare

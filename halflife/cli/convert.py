@@ -18,22 +18,18 @@ class Convert:
       halflife convert my-mamba2 for-transformers --to transformers
       halflife convert Qwen3.5-0.8B my-qwen
       halflife convert rwkv7-g1-0.1b.pth my-rwkv7
-      halflife convert Qwen3-Next-80B-A3B-Instruct layer-0 --layer 0
     """
 
     source: Positional[Path]
-    """The folder to read, in safetensors: a mamba2, qwen3_5, olmo_hybrid, rwkv7, gla, gated_deltanet, kda, mamba3, or a
-    larger model for one mixer. For RWKV-7 also a file .pth of its author."""
+    """The folder to read, in safetensors: a mamba2, qwen3_5, olmo_hybrid, rwkv7, gla, gated_deltanet, kda or mamba3.
+    For RWKV-7 also a file .pth of its author."""
     target: Positional[Path]
     """The folder to write, which must not hold a checkpoint."""
     to: Literal["halflife", "transformers", "fla"] = "halflife"
     """The format to write. transformers takes a mamba2, and hybrids of gated_deltanet and attention; fla a gla,
     gated_deltanet, kda, rwkv7 or mamba3."""
-    layer: int | None = None
-    """The layer of a qwen3_next, kimi_linear, falcon_h1, zamba2, … whose mixer is converted, from 0.
-    `halflife.models.convert.load_layer` reads it."""
 
     def run(self) -> None:
         from halflife.models.convert import convert
 
-        print(f"written to {convert(self.source, self.target, to=self.to, layer=self.layer)}")
+        print(f"written to {convert(self.source, self.target, to=self.to)}")

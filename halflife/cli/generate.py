@@ -40,7 +40,7 @@ class Generate:
     greedy: bool = False
     """Always take the likeliest token."""
     quantize: Literal["none", "int8"] = "none"
-    """int8 stores the weights of linear maps in a quarter of the bytes, on a CPU; see `halflife quantize`."""
+    """int8 stores the weights of linear maps in a quarter of the bytes, on a CPU."""
     device: str | None = None
     """The device. Default: the GPU if there is one, else the CPU."""
 

@@ -29,8 +29,7 @@ class Job:
     """With --resume, accept a folder whose settings somebody else wrote, or that were changed: the texts, the tokenizer
     and the modules that they name are read, wherever they lie. They count as yours from then on."""
     config: Path | None = None
-    """Take options from this YAML or JSON file, or from the run.json or config.json of another job. The command line
-    wins over it."""
+    """Take options from this YAML or JSON file. The command line wins over it."""
     set: tuple[str, ...] = ()
     """Set options of every model or training by name: group.option=value, with a group of model, mixer, decay, post,
     gate_rank, log_linear, ska, training. An unknown name is answered with the known ones."""

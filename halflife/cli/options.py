@@ -29,7 +29,7 @@ def read_options(command: Command) -> Command:
     """Return the command with the options of its file `command.job.config`, and defaults for all others.
 
     The file is YAML or JSON. Keys are the options' names, with "-" or "_"; `set` is a list of `group.option=value` or
-    a mapping. A configuration that a run of this command saved is such a file, too.
+    a mapping.
 
     Raises:
         FileNotFoundError, ValueError: no such file, an unknown key (the message lists the known ones), or a value of
@@ -47,9 +47,6 @@ def read_options(command: Command) -> Command:
     written = load_yaml(text, str(file)) or {}
     if not isinstance(written, Mapping):
         raise ValueError(f"{file} must hold a mapping from options to values")
-    extensions.recall(written, file.parent)
-    located = _located(written, file.parent)
-    written = command.from_saved(located) or written  # pyright: ignore[reportAttributeAccessIssue]
     hints = {name: hint for name, hint in option_types(type(command)).items() if name not in NOT_IN_FILES}
     options = {}
     for key, value in written.items():
@@ -59,19 +56,6 @@ def read_options(command: Command) -> Command:
         value = _entries(value) if name == "set" else value
         options[name] = convert(f"{key} in {file}", value, hints[name])
     return construct(type(command), options)
-
-
-def _located(written: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What a file of a run in `folder` holds, with absolute paths of texts. A file of a user stays as it is."""
-    from halflife.data.paths import absolute_paths
-
-    located = dict(written)
-    for name, key in (("data", "sources"), ("settings", "text")):  # in run.json, and in a comparison's config.json
-        if isinstance(part := written.get(name), Mapping) and key in part:
-            tokenizer = {"tokenizer": part["tokenizer"]} if "tokenizer" in part else {}
-            paths = absolute_paths({"sources": part[key], **tokenizer}, folder)
-            located[name] = {**part, key: paths.pop("sources"), **paths}
-    return located
 
 
 def _entries(overrides: Any) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,9 +77,6 @@ class Start:
     from_weights: Annotated[str | None, arg(aliases=["--from"])] = None
     """Continue a trained model instead of a new one: a folder, or owner/name[@revision] on the hub, of a model of ours
     or of one that `halflife convert` converts. Give its tokenizer with --tokenizer. Embeddings grow to a larger one."""
-    post_fit: bool = False
-    """With --from, train a new model with PoST, and take from the weights only their decay rates: sorted, they are the
-    initial spectra of the layers. The command prints how well they fit."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, as patterns of their names: "embedding*" "blocks.0.*"."""
 
@@ -149,7 +145,6 @@ class Train:
       halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.betas="[0.9, 0.99]"
       halflife train mamba2 --data notes.txt=0.7 "docs/**/*.md=0.3" --tokens 5M
       halflife train --from my-checkpoint --data notes.txt --tokens 2M --lr 1e-4 --freeze "embedding*"
-      halflife train mamba2+post --from mamba2-130m-hf --post-fit --data notes.txt
       halflife train --resume runs/20260101-120000-mamba2
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp --compile
       halflife train mamba2 --size decay-160m --data notes.txt --tokens 10B --bf16 --dry-run --gpus 64
@@ -164,19 +159,6 @@ class Train:
     recipe: Recipe = Recipe()
     execution: TrainExecution = TrainExecution()
     job: Job = field(default_factory=Job)
-
-    @staticmethod
-    def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The options of a run whose `run.json` holds `written`; None for a file that a user wrote."""
-        from halflife.lab.experiments.saved import train_options
-
-        if not isinstance(written.get("model"), Mapping):
-            return None
-        if "context" not in written:
-            raise ValueError(
-                "the file of --config describes a model, but no run of `halflife train`; give its run.json"
-            )
-        return train_options(written)
 
     def run(self) -> None:
         from halflife.lab.experiments import train as language
@@ -222,11 +204,9 @@ class Train:
         name = self.model or Path(start.from_weights or "").name
         if not name or not self.text.data:
             raise ValueError("give a model (or --from) and --data, or --resume and the folder of a run")
-        if start.post_fit and not (self.model and start.from_weights):
-            raise ValueError("--post-fit needs a model with PoST and --from with the model whose rates it takes")
         shape = {"model": self.model, **options_of(self.shape)}
         given = [name for name, value in shape.items() if value is not None]
-        if start.from_weights and given and not start.post_fit:
+        if start.from_weights and given:
             raise ValueError(f"--from takes the model from its folder; leave out {', '.join(given)}")
         if output is None and world_size() > 1:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
@@ -267,13 +247,12 @@ class Train:
         # A size of the papers has a vocabulary, so no tokenizer is needed to know the model.
         known = "vocab_size" in sizes or size is not None
         corpus = Corpus.unread(data, known) if self.job.dry_run else Corpus.open(data, show)
-        start = self._start(corpus.tokenizer.vocab_size) if self.start.from_weights and not self.start.post_fit else {}
+        start = self._start(corpus.tokenizer.vocab_size) if self.start.from_weights else {}
         config = language.configure(
             self.model or "", corpus, tokens=tokens, size=size, sizes=sizes, learning_rate=recipe.pop("lr"),
             schedule_name=recipe.pop("schedule"), freeze=self.start.freeze, **recipe, **start,
         )  # fmt: skip
-        config = apply_overrides(config, overrides)
-        return self._fit(config) if self.start.post_fit else config
+        return apply_overrides(config, overrides)
 
     def _start(self, vocab_size: int) -> dict[str, Any]:
         """The fields of a configuration that starts from trained weights."""
@@ -284,26 +263,6 @@ class Train:
             grown = f"the embeddings grow to {vocab_size:,}" if rows < vocab_size else "the last rows stay unused"
             say(f"the model has {rows:,} tokens and the tokenizer {vocab_size:,}; {grown}")
         return {"model": model, "start": folder, "start_digest": digest}
-
-    def _fit(self, config: LanguageConfig) -> LanguageConfig:
-        """The configuration with PoST from the rates of trained weights."""
-        import torch
-
-        from halflife.analysis.survey import load_readable
-        from halflife.models import LanguageModel
-        from halflife.training.post_fit import plan_fit, resting_rates
-        from halflife.training.start import digest, local_folder
-
-        folder = local_folder(self.start.from_weights or "").resolve()
-        with torch.device("meta"):
-            model = LanguageModel(config.model)
-        fit = plan_fit(model, resting_rates(load_readable(folder), folder))
-        before, after = fit.channels
-        say(
-            f"PoST starts from the rates of layers {', '.join(map(str, fit.layers))} with a decay in {folder}, "
-            f"{before} channels as {after}; no decay λ differs by more than {fit.error:.2g}"
-        )
-        return replace(config, start=str(folder), start_digest=digest(folder), post_fit=True)
 
 
 def _try(config: LanguageConfig, rows: int | None) -> Trial | None:

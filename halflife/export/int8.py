@@ -7,9 +7,6 @@ reads a quarter of the bytes that float32 weights have.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -18,12 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.evaluation.throughput import interleaved
 from halflife.files import atomic_path
 from halflife.models.lm import LanguageModel
 
-PIECE_TOKENS = 1024  # that the model reads at once
-STEP_ROUNDS = 20  # of the decoding steps whose median counts
 MULTIPLE = 16  # the kernel takes matrices whose sides are multiples of it; outputs are padded
 
 
@@ -116,33 +110,3 @@ def store_int8(path: Path) -> None:
     onnx.checker.check_model(model)
     with atomic_path(path) as temporary:
         temporary.write_bytes(model.SerializeToString())
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers."""
-    tensors = {id(x): x.nbytes for x in (*model.parameters(), *model.buffers())}
-    return sum(tensors.values())
-
-
-@torch.no_grad()
-def bits_per_byte(model: LanguageModel, ids: np.ndarray, count: int) -> float:
-    """Return the bits per byte of a text, which the model reads in pieces.
-
-    Args:
-        ids: token ids `[T]`; the first one is not predicted.
-        count: bytes of the text that the other ids stand for.
-    """
-    tokens, state, nats = torch.from_numpy(ids), None, 0.0
-    for start in range(0, len(tokens) - 1, PIECE_TOKENS):
-        target = tokens[start + 1 : start + PIECE_TOKENS + 1]
-        logits, state = model(tokens[start : start + len(target)].unsqueeze(0), state)
-        nats += float(F.cross_entropy(logits[0].float(), target, reduction="sum"))
-    return nats / math.log(2) / count
-
-
-@torch.no_grad()
-def step_seconds(models: Sequence[LanguageModel]) -> list[float]:
-    """Return the median seconds of a decoding step of each model. They take turns."""
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    steps = {str(i): partial(model, ids, model(ids)[1]) for i, model in enumerate(models)}
-    return list(interleaved(steps, rounds=STEP_ROUNDS).values())

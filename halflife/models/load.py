@@ -36,7 +36,7 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
     kind = str(config["model_type"])
     if kind not in SOURCES:
         choices = ", ".join(["halflife", *SOURCES])
-        hint = "; `halflife convert --layer N` converts one of its mixers" if kind in MIXERS else ""
+        hint = "; `halflife look` and `spectrum` read it in place" if kind in MIXERS else ""
         raise ValueError(
             f"{folder} holds a {kind}, which cannot be read or converted; model_type must be one of {choices}{hint}"
         )

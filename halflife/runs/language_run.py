@@ -24,9 +24,8 @@ from halflife.training.carried import require_constant_state
 from halflife.training.config import ExecutionConfig, rank, world_size
 from halflife.training.estimate import model_costs
 from halflife.training.fit import Objective
-from halflife.training.post_fit import fit_post, resting_rates
 from halflife.training.speed import Speed, peak_rate
-from halflife.training.start import check_unchanged, freeze, load_start
+from halflife.training.start import freeze, load_start
 
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
 MEASURED_TOKENS = 1024  # tokens of rows that a measurement reads at once
@@ -47,7 +46,6 @@ class LanguageConfig(CellConfig):
         test_split: the split that the measurements after training read.
         start: the folder of the weights from which training starts, or None for new weights.
         start_digest: SHA-256 of these weights.
-        post_fit: whether only the spectra of PoST start from these weights, and not the weights themselves.
         freeze: patterns of the names of parameters that are not trained.
     """
 
@@ -62,7 +60,6 @@ class LanguageConfig(CellConfig):
     test_split: str = "validation"
     start: str | None = None
     start_digest: str | None = None
-    post_fit: bool = False
     freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -136,14 +133,7 @@ class CorpusRun(ModelRun):
     def new_model(self, resumed: bool) -> LanguageModel:
         model, config = LanguageModel(self.config.model), self.config
         if config.start is not None and not resumed:
-            folder, digest = Path(config.start), config.start_digest or ""
-            if config.post_fit:
-                from halflife.analysis.survey import load_readable
-
-                check_unchanged(folder, digest)
-                fit_post(model, resting_rates(load_readable(folder), folder))
-            else:
-                load_start(model, folder, digest)
+            load_start(model, Path(config.start), config.start_digest or "")
         if config.mode == "continued":
             require_constant_state(model, config.model.name)
         freeze(model, config.freeze)

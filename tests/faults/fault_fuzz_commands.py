@@ -39,7 +39,7 @@ COMMANDS = {
                              "--tokenizer": PATHS, "--output": PATHS, "--device": NAMES, "": PATHS}),
     "generate": (["model", "text"], {"--max-new-tokens": NUMBERS[:9], "--temperature": NUMBERS, "--top-k": NUMBERS,
                                      "--top-p": NUMBERS, "--seed": NUMBERS, "--device": NAMES, "": PATHS}),
-    "convert": (["model"], {"": PATHS, "--to": NAMES, "--layer": NUMBERS}),
+    "convert": (["model"], {"": PATHS, "--to": NAMES}),
     "figures": ([], {"": PATHS, "--formats": NAMES}),
     "forecast": (["model"], {"": PATHS, "--longest": NUMBERS, "--window": NUMBERS, "--examples": NUMBERS,
                              "--output": PATHS}),

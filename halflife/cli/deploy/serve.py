@@ -54,7 +54,7 @@ class Serve:
     session_mb: int = 4096
     """Megabytes of states of sessions."""
     quantize: Literal["none", "int8"] = "none"
-    """int8 stores the weights of linear maps in a quarter of the bytes, on a CPU; see `halflife quantize`."""
+    """int8 stores the weights of linear maps in a quarter of the bytes, on a CPU."""
     device: str | None = None
     """The device. Default: the GPU if there is one, else the CPU."""
 

@@ -24,7 +24,7 @@ from halflife.layers import LAYERS
 from halflife.layers.memory.choice import KINDS
 from halflife.models import LanguageModel, ModelConfig
 from halflife.registry import check_choice, constructor_parameters, option_groups, plain_type, unknown
-from halflife.training.config import TrainConfig, as_json
+from halflife.training.config import TrainConfig
 from halflife.training.schedules import BY_EPOCH
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -145,21 +145,6 @@ def _missing(config: TrainConfig, group: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def model_overrides(model: ModelConfig, base: ModelConfig) -> Options:
-    """Return the overrides that turn the model `base` into `model`, which has the same sizes and mixer."""
-    new, old = (as_json(config.to_dict()) for config in (model, base))
-    free = new.keys() - MODEL_REFUSED.keys()
-    changed = {f"model.{name}": value for name, value in new.items() if name in free and value != old[name]}
-    before = old["mixer_options"]
-    for name, value in new["mixer_options"].items():
-        if isinstance(value, Mapping):
-            group, entries = name.removesuffix("_options"), before.get(name) or {}
-            changed |= {f"{group}.{key}": v for key, v in value.items() if key not in entries or entries[key] != v}
-        elif name not in before or before[name] != value:
-            changed[f"mixer.{name}"] = value
-    return changed
 
 
 def _set_group(config: Config, name: str, options: Options) -> Config:

@@ -15,7 +15,6 @@
 | comba | fla | import, export | mixer "comba" with `normalize_feedback`, SwiGLU |
 | retnet | fla | import, export | mixer "retnet" with the decays of its paper, SwiGLU |
 | mamba3 | fla | import, export | mixer "mamba3" with rates that depend on the input, no MLP |
-| qwen3_next, kimi_linear, falcon_h1, zamba2, … | transformers | import of one mixer | a layer, see `mixers` |
 
 Conversion is strict. It is an error if a setting would change the function, or if a tensor is missing, unknown or of
 another shape.
@@ -32,15 +31,15 @@ from torch import Tensor
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
 from halflife.models import checkpoint
 from halflife.models.convert import fla, fla_rows, hybrids, mamba2, mamba3  # noqa: F401 (each registers its kinds)
-from halflife.models.convert.files import load_layer, save_layer, write_model
-from halflife.models.convert.mixers import MIXERS, mixers, take_mixer
+from halflife.models.convert.files import write_model
+from halflife.models.convert.mixers import MIXERS, take_mixer
 from halflife.models.convert.rwkv7 import SUFFIX, from_rwkv7_pth, read_pth
 from halflife.models.convert.source import SOURCES, assemble
 from halflife.models.lm import LanguageModel
 from halflife.models.tensor_file import Checkpoint, has_checksum
 from halflife.registry import check_choice
 
-__all__ = ["MIXERS", "SOURCES", "assemble", "back_to", "convert", "from_rwkv7_pth", "load_layer", "take_mixer"]
+__all__ = ["MIXERS", "SOURCES", "assemble", "back_to", "convert", "from_rwkv7_pth", "take_mixer"]
 
 FORMATS = ("halflife", "transformers", "fla")
 # The files in which transformers keeps a tokenizer.
@@ -50,7 +49,7 @@ TOKENIZER = (
 )  # fmt: skip
 
 
-def convert(source: str | Path, target: str | Path, *, to: str = "halflife", layer: int | None = None) -> Path:
+def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> Path:
     """Write the model in `source` into `target` in another format, and return `target`.
 
     Args:
@@ -58,7 +57,6 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
             RWKV-7. A tokenizer in a folder is copied.
         target: folder without a checkpoint.
         to: "halflife", or "transformers" or "fla" to export a halflife checkpoint.
-        layer: index, from 0, of the one mixer to convert of a model in `MIXERS`; `load_layer` reads the result.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -67,34 +65,27 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     """
     source, target = Path(source), Path(target)
     check_choice("format", to, FORMATS)
-    for name, described_by in (
-        (CONFIG_JSON, None), ("layer.json", None), (WEIGHTS, CONFIG_JSON), ("layer.safetensors", "layer.json")
-    ):  # fmt: skip
-        # Weights alone are what a conversion leaves that was killed before it wrote their description.
-        killed = described_by and not (target / described_by).exists() and has_checksum(target / name)
-        if (target / name).exists() and not killed:
+    # Weights alone are what a conversion leaves that was killed before it wrote their description.
+    killed = not (target / CONFIG_JSON).exists() and has_checksum(target / WEIGHTS)
+    for name in (CONFIG_JSON, *[WEIGHTS] * (not killed)):
+        if (target / name).exists():
             raise FileExistsError(f"{target} holds {name} already; give another folder")
     if source.suffix == SUFFIX and not source.is_dir():
-        if to != "halflife" or layer is not None:
-            raise ValueError(f"a {SUFFIX} is converted to halflife, and as a whole")
+        if to != "halflife":
+            raise ValueError(f"a {SUFFIX} is converted to halflife")
         return checkpoint.save(assemble(*from_rwkv7_pth(read_pth(source))), target)
     config = read_json_object(source / CONFIG_JSON)
     ours, kind = checkpoint.is_ours(config), config.get("model_type")
     if to != "halflife":
-        if not ours or layer is not None:
-            raise ValueError(f"only a whole halflife checkpoint can be written for {to}; {source} is not one")
+        if not ours:
+            raise ValueError(f"only a halflife checkpoint can be written for {to}; {source} is not one")
         return _with_tokenizer(source, write_model(target, *back_to(to, checkpoint.load(source))))
     if "format" in config:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
-    if ours and layer is None:
+    if ours:
         return _with_tokenizer(source, checkpoint.save(checkpoint.load(source), target, config.get("tokenizer")))
-    if layer is not None:
-        return save_layer(target, *take_mixer(str(kind), config, Checkpoint(source), layer))
     if kind in MIXERS and kind not in SOURCES:
-        found = ", ".join(map(str, mixers(Checkpoint(source))))
-        raise ValueError(
-            f"a whole {kind} has layers that halflife lacks; --layer N converts one mixer, with N one of {found}"
-        )
+        raise ValueError(f"a {kind} has layers that halflife lacks; `halflife look` and `spectrum` read it in place")
     model = assemble(*SOURCES[str(kind)](config, Checkpoint(source)))
     return _with_tokenizer(source, checkpoint.save(model, target))
 

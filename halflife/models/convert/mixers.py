@@ -72,7 +72,7 @@ def take_mixer(kind: str, config: Config, tensors: Tensors, layer: int) -> Conve
             setting, or the tensors do not fit.
     """
     if kind not in MIXERS:
-        raise ValueError(f"--layer takes one mixer of {', '.join(MIXERS)}; a {kind} is converted as a whole")
+        raise ValueError(f"mixers are taken of {', '.join(MIXERS)}; got a {kind}")
     prefixes = mixers(tensors)
     if layer not in prefixes:
         choices = ", ".join(map(str, sorted(prefixes)))
