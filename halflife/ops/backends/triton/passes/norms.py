@@ -24,6 +24,7 @@ from halflife.ops.backends.triton.op import declare
 
 GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3}
 TILE = 2048  # entries of a program at once
+WIDE = 4096  # channels of a row whose inputs, with x, do not fit registers: the backward pass reads them twice
 PROGRAMS = 1024  # programs of the backward pass, at most, of all groups of channels
 
 
@@ -93,10 +94,35 @@ def _forward_kernel(
 
 @triton.jit
 @no_type_check
+def _inputs(y, z, x, factor, rows, y_t, z_t, x_t, at, inside, GATE: tl.constexpr):
+    """Return `(v, a, f(z), f'(z), x)` of a tile; what is not given is v."""
+    v = entries(y, rows, y_t, at, inside)
+    a, f, slope, skipped = v, v, v, v
+    if x is not None:
+        skipped = entries(x, rows, x_t, at, inside)
+        v += factor * skipped
+        a = v
+    if GATE != 0:
+        f, slope = _gate(entries(z, rows, z_t, at, inside), GATE)
+        if GATE != 3:
+            a = v * f
+    return v, a, f, slope, skipped
+
+
+@triton.jit
+@no_type_check
+def _along(d, n, size, MEAN: tl.constexpr):
+    """Return the factor of n in gradients d of n, for each row."""
+    along = tl.sum(d * n, 1)[:, None]
+    return along / size if MEAN else along
+
+
+@triton.jit
+@no_type_check
 def _backward_kernel(
     y, z, x, weight, scale, dout, dtotal, dy, dz, dx, dadded, sums, tokens, groups, size, y_t, z_t, x_t, w_g, s_p, s_g,
     eps, tiles,
-    HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, TWICE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(0) % groups
     block = (tl.program_id(0) // groups).to(tl.int64)
@@ -108,18 +134,20 @@ def _backward_kernel(
         rows = (block * tiles + i) * BR + tl.arange(0, BR)
         inside = (rows < tokens)[:, None] & (cols < size)[None, :]
         place = rows[:, None] * groups * size + at[None, :]
-        v = entries(y, rows, y_t, at, inside)
+        factor = 0.0
         if x is not None:
             factor = tl.load(scale + at // HEAD, mask=cols < size, other=0.0).to(tl.float32)[None, :]
-            skipped = entries(x, rows, x_t, at, inside)
-            v += factor * skipped
-        a = v
-        if GATE != 0:
-            f, slope = _gate(entries(z, rows, z_t, at, inside), GATE)
-            if GATE != 3:
-                a = v * f
+        v, a, f, slope, skipped = _inputs(y, z, x, factor, rows, y_t, z_t, x_t, at, inside, GATE)
         n, inverse = _normalized(a, size, eps, MEAN)
         d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        if TWICE:
+            if weight is not None:
+                d *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
+            along = _along(d * f if GATE == 3 else d, n, size, MEAN)
+            tl.debug_barrier()  # without it the second load is the first
+            v, a, f, slope, _ = _inputs(y, z, x, factor, rows, y_t, z_t, x_t, at, inside, GATE)
+            n = a * inverse
+            d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
         of_weight = d * n
         if weight is not None:
             d *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
@@ -128,10 +156,9 @@ def _backward_kernel(
             tl.store(dz + place, (d * n * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
         dweight += tl.sum(of_weight, 0)
-        along = tl.sum(d * n, 1)
-        if MEAN:
-            along /= size
-        d = inverse * (d - n * along[:, None])
+        if not TWICE:
+            along = _along(d, n, size, MEAN)
+        d = inverse * (d - n * along)
         if GATE == 1 or GATE == 2:
             tl.store(dz + place, (d * v * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
@@ -141,6 +168,9 @@ def _backward_kernel(
         if dadded is not None:
             tl.store(dadded + place, d.to(dadded.dtype.element_ty), mask=inside)
         if x is not None:
+            if TWICE:
+                skipped = entries(x, rows, x_t, at, inside)
+                factor = tl.load(scale + at // HEAD, mask=cols < size, other=0.0).to(tl.float32)[None, :]
             tl.store(dx + place, (d * factor).to(dx.dtype.element_ty), mask=inside)
             dscale += tl.sum(d * skipped, 0)
     place = block * s_p + g * s_g + cols
@@ -237,8 +267,7 @@ def _write_back(
     tokens, groups = y.numel() // channels, channels // size
     rows, columns, warps = _blocks(size)
     tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), max(1, PROGRAMS // groups)))
-    blocks = triton.cdiv(tokens, rows * tiles)
-    kept = (weight is not None) + (x is not None)
+    blocks, kept = triton.cdiv(tokens, rows * tiles), (weight is not None) + (x is not None)
     shared = weight is not None and len(weight) == size < channels
     shape = (blocks * groups, 1, size) if shared else (blocks, kept, channels)
     sums = y.new_empty(shape, dtype=torch.float32)
@@ -246,8 +275,8 @@ def _write_back(
         launch(_backward_kernel, (blocks * groups,))(
             *given, weight, scale, dout, dtotal, *written, sums, tokens, groups, size, *strides,
             _of_group(weight, size), groups * size if shared else kept * channels, size, eps, tiles,
-            HEAD=1 if scale is None else channels // len(scale), GATE=GATES[gate], MEAN=mean, BR=rows, BC=columns,
-            num_warps=warps,
+            HEAD=1 if scale is None else channels // len(scale), GATE=GATES[gate], MEAN=mean,
+            TWICE=x is not None and columns > WIDE, BR=rows, BC=columns, num_warps=warps,
         )  # fmt: skip
     return sums.sum(0) if kept else sums
 
