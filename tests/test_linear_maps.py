@@ -2,13 +2,14 @@
 
 import copy
 import queue
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import pytest
 import torch
 from helpers import assert_close, assert_same
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from halflife import LanguageModel, Session, preset
 from halflife.data.byte_tokenizer import ByteTokenizer
@@ -25,6 +26,7 @@ from halflife.serve.jobs import Done, Failed, Job, Settings
 
 built = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 40, "num_heads": 2}
+OF_SUMS = 0.052  # four times the largest difference between bfloat16 sums in two orders
 PRODUCTS = ("forward", "input", "weight")
 
 
@@ -37,6 +39,13 @@ def wins(monkeypatch):
         monkeypatch.setattr(linear_module, "faster", lambda: dict(zip(PRODUCTS, values, strict=True)))
 
     return say
+
+
+def beside(plain, joined, parts, dim):
+    """`linear._beside`, which writes down whether it copied nothing."""
+    whole = plain(parts, dim)
+    joined.append(whole.untyped_storage()._cdata == parts[0].untyped_storage()._cdata)
+    return whole
 
 
 def maps(model):
@@ -267,6 +276,69 @@ def test_weights_cast_together_are_those_of_autocast(name):
         raise KeyError
     assert all(module.weight is weight for module, weight in zip(maps(model), held, strict=True))
     assert frozen.grad is None
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "llama", "mamba2+gate_rank", "hgrn2"])
+def test_maps_of_one_input_are_one_product(name, monkeypatch):
+    """The second pass has fewer products; the gradients are those of single products, up to the rounding of sums."""
+    torch.manual_seed(0)
+    model, ids = LanguageModel(preset(name, **SIZES)), torch.randint(40, (2, 40))
+    counts = []
+
+    def gradients(context):
+        model.zero_grad()
+        with FlopCounterMode(display=False) as flops, torch.autocast("cpu", torch.bfloat16), ExitStack() as stack:
+            for block in model.blocks:
+                stack.enter_context(context(block, ids))
+            loss = model(ids)[0].float().logsumexp(-1).mean()
+            loss.backward()
+        counts.append(flops.get_total_flops())
+        return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+    alone = [gradients(lambda *_: nullcontext()), gradients(cast_weights)]
+    calls = []
+    plain = linear_module._Product.apply
+    monkeypatch.setattr(
+        linear_module._Product, "apply", lambda x, *weights: calls.append(weights) or plain(x, *weights)
+    )
+    monkeypatch.setattr(linear_module, "_beside", partial(beside, linear_module._beside, joined := []))
+    together = gradients(cast_weights)
+    assert [len(weights) for weights in calls] == [len(g) for b in model.blocks for g in vars(b)["_one_product"]]
+    assert calls
+    assert joined.count(True) >= 2 * len(calls)  # the weights, forward and backward, are not copied
+    assert counts[0] == counts[1] == counts[2]
+    assert_same(alone[0], alone[1])
+    assert_close(together, alone[0], OF_SUMS)
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_gradients_of_one_product(neighbours):
+    """First and second derivatives in float64, of weights that lie beside each other and of others."""
+    x, sizes = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True), (2, 1, 5)
+    whole = torch.randn(sum(sizes), 4, dtype=torch.float64)
+    weights = [w if neighbours else w.clone() for w in whole.split(sizes)]
+    weights = [w.requires_grad_(i != 1) for i, w in enumerate(weights)]  # one is frozen
+    assert [y.shape[-1] for y in linear_module._Product.apply(x, *weights)] == [*sizes]
+    assert torch.autograd.gradcheck(linear_module._Product.apply, (x, *weights))
+    assert torch.autograd.gradgradcheck(linear_module._Product.apply, (x, *weights))
+
+
+def test_a_map_of_another_input_is_its_own_product():
+    """A group is for one input: a map that then reads something else, or has been replaced, runs alone."""
+    block = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in "ab"})
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+
+    def run(second):
+        with torch.autocast("cpu", torch.bfloat16), cast_weights(block, x):
+            return {"a": block["a"](x), "b": block["b"](second)}
+
+    first = run(x)
+    assert vars(block)["_one_product"] == [[block["a"], block["b"]]]
+    assert_same(run(x), first)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same({"b": run(y)["b"]}, {"b": block["b"](y)})
+    block["b"] = nn.Linear(4, 5, bias=False)
+    assert [part.shape[-1] for part in run(x).values()] == [3, 5]
 
 
 def test_weights_that_are_not_cast():

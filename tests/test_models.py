@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import EARLIER, LATER, SIZES, combinations
-from helpers import assert_raises, cases
+from helpers import assert_raises, assert_same, cases
 from pairwise import slow_beyond
 
 import halflife
 from halflife import LanguageModel, ModelConfig, preset
 from halflife.models import MODIFIERS, PRESETS, checkpoint
+from halflife.ops import fused
 
 MEANINGFUL, MEANINGLESS = combinations()
 
@@ -179,3 +180,36 @@ def test_the_docs_list_every_pair_that_is_refused():
     text = (Path(__file__).parent.parent / "docs" / "design-space.md").read_text()
     listed = set(re.findall(r"`(\w+\+\w+)`", text.split("and is refused")[1])) - {"gla+post"}
     assert listed == {name for name in MEANINGLESS if name.count("+") == 1}
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gla", "llama", "mamba2+attention", "mamba2 without MLPs"])
+def test_the_sum_at_the_end_of_a_block_joins_the_next_norm(name, monkeypatch):
+    """As on a GPU: values, states and gradients are equal to the bit."""
+    name, _, rest = name.partition(" ")
+    model, ids = build(name, **({"mlp": "none"} if rest else {})), torch.randint(SIZES["vocab_size"], (2, 9))
+
+    def run():
+        model.zero_grad()
+        logits, state = model(ids)
+        logits.square().sum().backward()
+        states = {f"{i}.{key}": x for i, layer in enumerate(state) for key, x in layer.items()}
+        return {"": logits, **states, **{key: x.grad for key, x in model.named_parameters()}}
+
+    plain, sums = run(), []
+    add = fused.add_rms_norm
+    monkeypatch.setattr(fused, "add_rms_norm", lambda *given: sums.append(given) or add(*given))
+    monkeypatch.setattr(LanguageModel, "_joins", lambda self, x: True)
+    assert_same(run(), plain)
+    assert len(sums) == len(model.blocks)  # all but the first take a sum, and so does the last norm
+
+
+def test_who_watches_a_block_sees_its_whole_output():
+    model, x = build("mamba2"), torch.empty(1, device="meta")
+    assert model._joins(x)
+    assert not model._joins(torch.empty(1))
+    hook = model.blocks[0].register_forward_hook(lambda *_: None)
+    assert not model._joins(x)
+    hook.remove()
+    model.blocks[1].forward = model.blocks[1].forward
+    assert not model._joins(x)
+    assert not build("rwkv7")._joins(x)  # layer norms add nothing

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife import layers
-from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, SharedTensors, State, SwiGLU
+from halflife.layers import Mixer, Shared, SharedTensors, State
 from halflife.layers.init import reset
-from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, set_backend
+from halflife.layers.parts import set_backend
 from halflife.layers.tpe import Toeplitz
+from halflife.models.choices import mlp_of, norm_of, tpe_of
 from halflife.models.config import ModelConfig
 from halflife.models.loss import logits_of
 from halflife.ops.linear import cast_weights
@@ -38,7 +39,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
-        self.mixer_norm = _norm(config)
+        self.mixer_norm = norm_of(config)
         name, options = config.mixer_of(layer_idx)
         backend = config.mixer_options.get("backend", "auto")
         place = {"layer_idx": layer_idx, "num_layers": config.num_layers, "backend": backend}
@@ -51,41 +52,67 @@ class Block(nn.Module):
         self.beside: Mixer | None = None
         if (beside := config.beside_of(layer_idx)) is not None:
             self.beside = build(*beside)
-        self.mlp = _mlp(config, layer_idx)
-        self.mlp_norm = None if self.mlp is None else _norm(config)
+        self.mlp = mlp_of(config, layer_idx)
+        self.mlp_norm = None if self.mlp is None else norm_of(config)
         self.norms_after = config.norms_after(layer_idx)
         for part in (self.mixer_norm, self.mlp, self.mlp_norm):
             if part is not None:
                 set_backend(part, backend)
 
-    def forward(self, x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None, packing: Packing, shared: Shared, branch: Tensor | None = None,
+        adds: bool = True,
+    ) -> tuple[Any, State]:  # fmt: skip
+        """Return `(x, state)`. With `adds=False` it is `((x, y), state)`, whose sum the next norm is to add.
+
+        `branch` is such a y of the block before.
+        """
         with _AS_THEY_ARE if x.is_cpu or torch.compiler.is_compiling() else cast_weights(self, x):
             if shared:  # earlier layers may be on another device
                 for name in shared:
                     shared[name] = shared[name].to(x.device)
-            y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
-            if not x.is_cpu and self.beside is None and self._adds_in_norm():
-                x, normed = self.mlp_norm(x, y)  # pyright: ignore[reportOptionalCall]
-                return x + self.mlp(normed), new  # pyright: ignore[reportOptionalCall]
-            x = x + y
+            if branch is None:
+                y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
+            else:
+                x, normed = self.mixer_norm(x, branch)
+                y, new = self.mixer(normed, _part(state), packing, shared=shared)
             if self.beside is not None:
+                x = x + y
                 y, after = self.beside(x, _part(state, "beside"), packing, shared=shared)
-                x, new = x + y, {**new, **{f"beside.{name}": part for name, part in after.items()}}
+                new = {**new, **{f"beside.{name}": part for name, part in after.items()}}
             if self.mlp is None or self.mlp_norm is None:
-                return x, new
-            if not isinstance(self.mlp, Mixer):
-                return x + (self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))), new
-            y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
-            return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+                pass
+            elif isinstance(self.mlp, Mixer):
+                x = x + y
+                y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
+                new = {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+            elif not x.is_cpu and takes_sum(self.mlp_norm) and not self.norms_after:
+                x, normed = self.mlp_norm(x, y)
+                y = self.mlp(normed)
+            else:
+                x = x + y
+                y = self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))
+            return (x + y if adds else (x, y)), new
 
-    def _adds_in_norm(self) -> bool:
-        """Whether the norm before the MLP also adds, in one pass over memory on a GPU."""
-        return not self.norms_after and getattr(self.mlp_norm, "adds", False) and not isinstance(self.mlp, Mixer)
+    @property
+    def takes_branch(self) -> bool:
+        """Whether it runs with a `branch`: nothing but its first norm reads its input."""
+        return takes_sum(self.mixer_norm) and not self.norms_after
 
     def _normed(self, mixer: Mixer, norm: nn.Module, x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, State]:
         """Run a mixer with a norm before or after it."""
         y, state = mixer(x if self.norms_after else norm(x), *given, **options)
         return norm(y) if self.norms_after else y, state
+
+
+def takes_sum(norm: nn.Module) -> bool:
+    """Whether a norm also adds, in one pass over memory on a GPU."""
+    return getattr(norm, "adds", False)
+
+
+def _is_watched(block: nn.Module) -> bool:
+    """Whether hooks or another `forward` see what a block gives: those of FSDP2, of accelerate, of a user."""
+    return bool(block._forward_hooks or block._forward_pre_hooks or "forward" in vars(block))
 
 
 def _part(state: State | None, owner: str = "") -> State | None:
@@ -94,34 +121,6 @@ def _part(state: State | None, owner: str = "") -> State | None:
         return None
     start = len(owner) + 1 if owner else 0
     return {name[start:]: x for name, x in state.items() if name.rpartition(".")[0] == owner}
-
-
-def _norm(config: ModelConfig) -> nn.Module:
-    norms = {"rms": RMSNorm, "rms_plus_one": PlusOneRMSNorm, "layer": nn.LayerNorm}
-    return norms[config.norm](config.hidden_size, eps=config.norm_eps)
-
-
-def _tpe(config: ModelConfig) -> Any:
-    if config.position == "none":
-        return None
-    return layers.build(
-        config.position, hidden_size=config.hidden_size, num_heads=config.mixer_options.get("num_heads", 1)
-    )
-
-
-def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
-    if config.mlp == "none":
-        return None
-    if config.mlp == "swiglu":
-        return SwiGLU(config.hidden_size, config.intermediate_size)
-    if config.mlp.startswith("koopman"):
-        kind = config.mlp.split("_")
-        return KoopmanMLP(
-            config.hidden_size, config.intermediate_size, gated="gated" in kind, clamped=kind[-1] == "paper"
-        )
-    return RWKV7ChannelMix(
-        config.hidden_size, config.intermediate_size, layer_idx=layer_idx, num_layers=config.num_layers
-    )
 
 
 class Backbone(nn.Module):
@@ -178,15 +177,25 @@ class Backbone(nn.Module):
             run = self.tpe if context is None else context.around(self.tpe, padded)
             encoded, tpe_state = run(x, None if state is None else state[-1], packing)
             x, toeplitz = (x + encoded if self.tpe.adds else encoded), [tpe_state]
+        joins, branch = call is None and context is None and self._joins(x), None
         for i, block in enumerate(self.blocks):
             before = None if state is None else state[i]
             run = block if call is None else partial(call, block)
             run = run if context is None else context.around(run, padded)
-            x, layer_state = run(x, before, packing, shared=shared)
+            if joins:
+                (x, branch), layer_state = run(x, before, packing, shared, branch, adds=False)
+            else:
+                x, layer_state = run(x, before, packing, shared=shared)
             new.append(layer_state)
         new += toeplitz
-        x = self.norm(x)
+        x = self.norm(x) if branch is None else self.norm(x, branch)[1]
         return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
+
+    def _joins(self, x: Tensor) -> bool:
+        """Whether the sum at the end of a block is left to the norm after it: on a GPU, if nobody looks at blocks."""
+        if x.is_cpu or torch.compiler.is_compiling() or not takes_sum(self.norm):
+            return False
+        return all(block.takes_branch and not _is_watched(block) for block in self.blocks)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """The embeddings of token ids `[B, T]`; embeddings stay as they are."""
@@ -222,11 +231,11 @@ class LanguageModel(Backbone):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embedding_norm = _norm(config) if config.embedding_norm else nn.Identity()
+        self.embedding_norm = norm_of(config) if config.embedding_norm else nn.Identity()
         self.embedding_dropout = config.embedding_dropout
-        self.tpe = _tpe(config)
+        self.tpe = tpe_of(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = _norm(config)
+        self.norm = norm_of(config)
         # A tied head adds no parameter: the weight is one tensor with one name in a checkpoint.
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for part in (self.embedding_norm, self.norm):

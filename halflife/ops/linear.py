@@ -6,9 +6,9 @@ oneDNN runs where it is faster than torch's own product. A build of the native k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -48,36 +48,118 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Inside this block, the linear maps of `model` have weights in autocast's dtype on the device of `x`.
 
     One launch casts all of them, and in the backward pass one casts their gradients, where autocast has two for each.
-    As in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are. Other modules take
-    part if their class says that products alone read their parameters (`only_products`).
+    Maps of one input are one product; the first pass finds out which they are. As in `fast_linears`, weights that are
+    quantised, sharded or replaced otherwise stay as they are. Other modules take part if their class says that
+    products alone read their parameters (`only_products`).
     """
     dtype = autocast_dtype(x.device)
     if dtype is None or is_transformed():
         yield
         return
+    products = _Products([m for m in model.modules() if type(m) is nn.Linear], vars(model).get("_one_product"))
     held = [
         (module._parameters, name, weight)
-        for module in model.modules()
-        if type(module) is nn.Linear or getattr(type(module), "only_products", False)
+        for module in (*products.maps, *[m for m in model.modules() if getattr(type(m), "only_products", False)])
         for name, weight in module._parameters.items()
         if type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device == x.device
     ]
+    swapped = [module for module in products.maps if "forward" not in vars(module)]
     copies = _Cast.apply(dtype, *[weight for *_, weight in held])
     try:
         for (parameters, name, _), copy in zip(held, copies, strict=True):
             parameters[name] = copy
+        for module in swapped:
+            module.forward = partial(products.run, module)
         yield
     finally:
         for parameters, name, weight in held:
             parameters[name] = weight
+        for module in swapped:
+            vars(module).pop("forward", None)
+    if products.calls is not None:
+        vars(model)["_one_product"] = products.found(products.calls)
+
+
+class _Products:
+    """The linear maps of a pass, of which those of one input are one product.
+
+    Args:
+        maps: all maps.
+        groups: maps without biases that read one input, in the order in which they run; None to find them.
+    """
+
+    def __init__(self, maps: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Linear]] | None) -> None:
+        # An adapter may have taken the place of a map since they were found.
+        known = [group for group in groups or () if all(part in maps and part.bias is None for part in group)]
+        self.group = {part: group for group in known for part in group}
+        self.maps = [*self.group, *[part for part in maps if part not in self.group]]
+        self.done: dict[nn.Linear, tuple[Tensor, Tensor]] = {}  # map → its input and output
+        self.calls: list[tuple[nn.Linear, Tensor]] | None = [] if groups is None else None
+
+    def run(self, module: nn.Linear, input: Tensor) -> Tensor:
+        """The output of a map."""
+        known, y = self.done.pop(module, (None, input))
+        if known is input:
+            return y
+        if self.calls is not None:
+            self.calls.append((module, input))
+        weights = [part.weight for part in self.group.get(module, ())]
+        if not weights or nn.Parameter in map(type, weights):  # these are not cast
+            return F.linear(input, module.weight, module.bias)
+        outputs = _Product.apply(input, *weights)
+        self.done |= {part: (input, y) for part, y in zip(self.group[module], outputs, strict=True)}
+        return self.done.pop(module)[1]
+
+    @staticmethod
+    def found(calls: Iterable[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
+        """The groups of maps without biases that were called with one input."""
+        groups: dict[int, dict[nn.Linear, None]] = {}
+        for module, x in calls:
+            if module.bias is None:
+                groups.setdefault(id(x), {})[module] = None
+        return [[*group] for group in groups.values() if len(group) > 1]
+
+
+class _Product(torch.autograd.Function):
+    """`x Wᵀ` for several weights `[Nᵢ, D]` of `x [..., D]`, by one product each of outputs and of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        y = F.linear(x.to(weights[0].dtype), _beside(weights, 0))
+        return y.split([len(weight) for weight in weights], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        narrow, flat = x.to(weights[0].dtype), _beside(grads, -1).flatten(0, -2)
+        dx = (flat @ _beside(weights, 0)).view(x.shape).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if True not in ctx.needs_input_grad[1:]:
+            return dx, *[None] * len(weights)
+        return dx, *(flat.t() @ narrow.flatten(0, -2)).split([len(weight) for weight in weights])
+
+
+def _beside(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The parts along the first or last axis as one tensor: a view where they lie beside each other in memory."""
+    first, size = parts[0], sum(part.shape[dim] for part in parts)
+    shape = [size, *first.shape[1:]] if dim == 0 else [*first.shape[:-1], size]
+    strides, at = [1], first.storage_offset()
+    for length in shape[:0:-1]:
+        strides.insert(0, length * strides[0])
+    for part in parts:
+        shared = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.storage_offset() == at
+        if not shared or list(part.stride()) != strides or torch.is_grad_enabled():
+            return torch.cat(list(parts), dim)
+        at += part.shape[dim] * strides[dim]
+    return first.as_strided(shape, strides)
 
 
 class _Cast(torch.autograd.Function):
-    """Copies of float32 tensors in a narrower dtype."""
+    """Copies of float32 tensors in a narrower dtype, which lie beside each other."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        copies = _copies(tensors, dtype)
+        copies = _copied(_neighbours(tensors, dtype), tensors)
         ctx.mark_non_differentiable(*[y for x, y in zip(tensors, copies, strict=True) if not x.requires_grad])
         ctx.set_materialize_grads(False)
         return tuple(copies)
@@ -86,14 +168,24 @@ class _Cast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # under create_graph=True
             return None, *[None if d is None else d.float() for d in grads]
-        wide = iter(_copies([d for d in grads if d is not None], torch.float32))
+        given = [d for d in grads if d is not None]
+        wide = iter(_copied([torch.empty_like(d, dtype=torch.float32) for d in given], given))
         return None, *[None if d is None else next(wide) for d in grads]
 
 
-def _copies(tensors: tuple[Tensor, ...] | list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+def _neighbours(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Empty tensors of these shapes in one piece of memory, each where a product reads it fast."""
+    starts, end = [], 0
+    for x in tensors:
+        starts.append(end)
+        end += -(-x.numel() // 8) * 8  # 16 bytes
+    memory = torch.empty(end, dtype=dtype, device=tensors[0].device if tensors else None)
+    return [memory[start : start + x.numel()].view(x.shape) for start, x in zip(starts, tensors, strict=True)]
+
+
+def _copied(copies: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     if copies:
-        torch._foreach_copy_(copies, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(copies, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
     return copies
 
 

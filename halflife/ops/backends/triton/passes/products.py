@@ -32,7 +32,7 @@ def _swiglu_kernel(a, b, out, tokens, D, a_t, b_t, BR: tl.constexpr, BC: tl.cons
 
 @triton.jit
 @no_type_check
-def _swiglu_back_kernel(a, b, dout, da, db, tokens, D, a_t, b_t, BR: tl.constexpr, BC: tl.constexpr):
+def _swiglu_back_kernel(a, b, dout, both, tokens, D, a_t, b_t, BR: tl.constexpr, BC: tl.constexpr):
     groups = tl.cdiv(D, BC)
     rows = (tl.program_id(0) // groups) * BR + tl.arange(0, BR)
     cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
@@ -41,9 +41,9 @@ def _swiglu_back_kernel(a, b, dout, da, db, tokens, D, a_t, b_t, BR: tl.constexp
     s = sigmoid(x)
     d = entries(dout, rows, D, cols, inside)
     of_a = d * entries(b, rows, b_t, cols, inside) * s * (1 + x * (1 - s))
-    place = rows.to(tl.int64)[:, None] * D + cols[None, :]
-    tl.store(da + place, of_a.to(da.dtype.element_ty), mask=inside)
-    tl.store(db + place, (d * x * s).to(db.dtype.element_ty), mask=inside)
+    place = both + rows.to(tl.int64)[:, None] * 2 * D + cols[None, :]
+    tl.store(place, of_a.to(both.dtype.element_ty), mask=inside)
+    tl.store(place + D, (d * x * s).to(both.dtype.element_ty), mask=inside)
 
 
 def _swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -55,12 +55,13 @@ def _swiglu(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _swiglu_backward(dout: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    da, db = a.new_empty(a.shape), b.new_empty(b.shape)
+def _swiglu_backward(dout: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The gradients of a and b beside each other, `[..., 2 D]`, as the gradient of a product that gave both."""
+    both = dout.new_empty(*a.shape[:-1], 2 * a.shape[-1])
     if a.numel():
         (a, b), strides, size, grid, blocks = _tiles(a, b)
-        launch(_swiglu_back_kernel, grid)(a, b, dout, da, db, *size, *strides, **blocks)
-    return da, db
+        launch(_swiglu_back_kernel, grid)(a, b, dout, both, *size, *strides, **blocks)
+    return both
 
 
 def _tiles(*tensors: Tensor) -> tuple[list[Tensor], list[int], tuple[int, int], tuple[int], dict[str, int]]:
@@ -78,7 +79,9 @@ def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _swiglu_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     only_first_derivatives()
-    return _of_swiglu(dout.contiguous(), *ctx.saved_tensors)
+    a, b = ctx.saved_tensors
+    da, db = _of_swiglu(dout.contiguous(), a, b).chunk(2, -1)
+    return da.to(a.dtype), db.to(b.dtype)
 
 
 _of_swiglu = declare("triton_swiglu_backward", _swiglu_backward)
