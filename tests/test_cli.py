@@ -296,7 +296,7 @@ def test_output_without_a_reader_ends_quietly(arguments, monkeypatch, capfd):
 @pytest.mark.parametrize(("name", "needs"), [
     ("look", "a folder"), ("convert", "a source and a target"), ("figures", "a run"), ("tokenizer", "a text"),
     ("diagnose", "a folder"), ("serve", "a checkpoint"), ("export", "a checkpoint and --onnx"),
-    ("compare", "models or --experiment"), ("train", "a model and --data"), ("mask", "a folder or --example"),
+    ("compare", "models or --experiment"), ("train", "a model and --data"),
 ])  # fmt: skip
 def test_a_command_without_what_it_needs_shows_its_examples(name, needs, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -43,7 +43,7 @@ MARK = re.compile(r"slow: \d+ (second|minute|hour)s?|needs: [^<>]+|record")
 BUILTINS = ("cd", "export")
 NEED_ARGUMENTS = (
     "check", "diagnose", "spectrum", "forecast", "look", "train", "generate", "eval", "convert", "compare", "figures",
-    "serve", "export", "mask",
+    "serve", "export",
 )  # fmt: skip
 SHELL = re.compile(r"[|<>&;$*]")  # a line that contains one of these needs a shell
 SECONDS = 300  # seconds for a fast block on a busy machine

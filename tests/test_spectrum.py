@@ -10,10 +10,8 @@ import pytest
 import torch
 from helpers import assert_raises
 
-from halflife.analysis import masks
 from halflife.analysis.decays import half_life
 from halflife.analysis.forecast.survey import measure_forecasts
-from halflife.analysis.masks import measure_masks
 from halflife.analysis.survey import measure_models
 from halflife.analysis.tables import write_tables
 from halflife.cli import main
@@ -98,7 +96,7 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
 
 
 def test_a_tokenizer_in_the_folder_of_a_model_is_found(tmp_path):
-    """A run with a tokenizer of its own saves it there; spectrum, mask and forecast read the text with it."""
+    """A run with a tokenizer of its own saves it there; spectrum and forecast read the text with it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,25 +109,10 @@ def test_a_tokenizer_in_the_folder_of_a_model_is_found(tmp_path):
         measure_models([folder], [tmp_path / "text"])
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
     assert measure_models([folder], [tmp_path / "text"], length=16).length == 16
-    ids = capture_ids(measure_masks, [folder], text=[tmp_path / "text"], tokens=4, sequences=1)
-    assert ids == [2, 2, 1, 0]
     found = measure_forecasts([folder], [tmp_path / "text"], longest=2, beginning=4, text_window=8, examples=4)
     assert [row.model for row in found.texts] == ["tnl"]
     with pytest.raises(ValueError, match=r"too short: .* give [\d,]+ tokens or more"):
         measure_forecasts([folder], [tmp_path / "text"], longest=32, beginning=4, text_window=8, examples=4)
-
-
-def capture_ids(measure, *arguments, **options):
-    """The first sequence that a model reads."""
-    read = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            masks,
-            "capture_gates",
-            lambda model, ids: read.append(ids) or [masks.Gates(0, ids.unsqueeze(-1).double(), None)],
-        )
-        measure(*arguments, **options)
-    return read[0][0].tolist()
 
 
 @pytest.fixture

@@ -39,7 +39,6 @@ examples:
   halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
   halflife throughput mamba2 mamba2+gate_rank llama --lengths 1024 4096 16384
-  halflife mask runs/20260101-120000-gate-rank-s5-smoke
   halflife look my-checkpoint --text book.txt
 
 `halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
@@ -60,7 +59,7 @@ Begin with the first. `halflife --help` has all commands, `halflife info` says w
 COMMANDS = {
     "list": "about.List", "info": "about.Info", "build": "about.Build", "compare": "compare.Compare",
     "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
-    "memory": "measure.memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
+    "memory": "measure.memory.Memory", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
     "serve": "deploy.serve.Serve", "export": "deploy.export.Export",
     "look": "measure.look.Look", "check": "measure.check.Check", "diagnose": "measure.diagnose.Diagnose",
@@ -71,12 +70,12 @@ _PAGE = (*_FIGURES, "jinja2")
 # Packages that a command always needs. Without this table it would miss them after minutes of work.
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
-    "spectrum": _PAGE, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
+    "spectrum": _PAGE, "memory": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
     "throughput": _FIGURES, "diagnose": _PAGE, "tokenizer": ("transformers",), "serve": ("fastapi", "uvicorn"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
 }  # fmt: skip
 # What commands need that have a choice, so that no option of theirs is required.
-CHOICES = {"compare": ["models or --experiment"], "train": ["a model", "--data"], "mask": ["a folder or --example"]}
+CHOICES = {"compare": ["models or --experiment"], "train": ["a model", "--data"]}
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
 
 

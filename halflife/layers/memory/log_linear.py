@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from halflife.layers.mixer import State
 from halflife.ops import log_linear_attention
 from halflife.ops.arguments import is_traced
-from halflife.ops.gate_rank import masks
-from halflife.ops.log_linear.rows import levels
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, compute_dtype
 
@@ -58,14 +56,6 @@ class LogLinear(nn.Module):
     def weights(self, x: Tensor) -> Tensor:
         """The weights of the levels at each token of `x [B, T, D]`, `[B, T, H, L]`."""
         return self.scale(self.proj(x).unflatten(-1, (self.num_heads, -1)))
-
-    def masks(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights Γ and the decays Λ of all pairs `[B, H, T, T]` in float64, of a sequence from its start."""
-        steps = torch.arange(x.shape[1], device=x.device)
-        weights = self.weights(x).double().transpose(1, 2)
-        level = levels(steps.unsqueeze(-1), steps, weights.shape[-1] - 1)
-        chosen = weights.gather(-1, level.expand(*weights.shape[:3], -1)).tril()
-        return chosen, torch.mul(*masks(torch.zeros_like(g).double(), g.double()))
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,

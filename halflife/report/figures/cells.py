@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,9 +12,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from halflife.report.figures.data import Colours, Image
-from halflife.report.style import COLOURS, HEAT_COLOURS, INK, PAPER, escape_formula
-
-MARK: dict[str, Any] = {"color": COLOURS[1], "width": 0.8, "length": 4}  # of a row or column of an image
+from halflife.report.style import HEAT_COLOURS, INK, PAPER, escape_formula
 
 
 def draw_heat_map(axes: Axes, cells: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> None:
@@ -37,16 +34,8 @@ def draw_image(axes: Axes, panel: Image, colours: Colours) -> AxesImage:
     for axis, given in ((axes.xaxis, panel.x), (axes.yaxis, panel.y)):
         axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
         axis.set_major_formatter(FuncFormatter(lambda value, _, given=given: given.write(value)))
-        axis.set_ticks(panel.marks, minor=True)
-        axis.remove_overlapping_locs = False  # a mark is drawn even next to a number
-    axes.tick_params(which="minor", bottom=False, left=False, top=True, right=True, **MARK)
-    for axis, given in ((axes.xaxis, panel.x), (axes.yaxis, panel.y)):
         if given.ticks:
             axis.set_ticks(list(given.ticks), labels=list(given.ticks.values()))
     for series in panel.series:
         axes.plot(series.x, series.y, **series.style._asdict(), markeredgecolor=PAPER, markersize=7)
-    for i, row in enumerate(panel.texts):
-        for j, text in enumerate(row):
-            colour = PAPER if norm(panel.cells[i][j]) > 0.55 else INK
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
     return image

@@ -149,8 +149,6 @@ class Image:
     x: Axis
     y: Axis
     cells: np.ndarray  # `[rows, columns]`; cells that are NaN stay empty
-    marks: Sequence[int] = ()  # rows and columns that have a mark
-    texts: Sequence[Sequence[str]] = ()  # what is written in the cells, one text for each; "" for nothing
     series: Sequence[Series] = ()  # curves and dots above the image, in its coordinates
     wide: bool = False
 
