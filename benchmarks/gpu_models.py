@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halflife import LanguageModel, layers, ops, preset
 from halflife.evaluation.throughput import train_step
-from halflife.ops import fused
+from halflife.ops import fused, rwkv7
 
 MODELS = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gla", "rwkv7", "llama")
 DECODED = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "rwkv7", "llama")
@@ -109,7 +109,7 @@ def passes(device: str) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
         "l2_normalize": (lambda: fused.l2_normalize(o), [o]),
         "rotate": (lambda: fused.rotate(o, cos, sin), [o]),
         "swiglu": (lambda: fused.swiglu(x, z), [x, z]),
-        "token_mix": (lambda: fused.token_mix(x, z, [mu])[0], [x, z, mu]),
+        "token_mix": (lambda: rwkv7.token_mix(x, z, [mu])[0], [x, z, mu]),
         "softplus of decays": (lambda: F.softplus(o[..., 0].float()), [o]),
     }
 

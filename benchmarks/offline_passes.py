@@ -85,10 +85,18 @@ def _rotated(heads: int, key: int, pairs: int) -> list[Tensor]:
 
 
 def _mixed(count: int) -> tuple[Tensor, ...]:
-    from halflife.ops import fused
+    from halflife.ops import rwkv7
 
     x, before = (leaf(BATCH, LENGTH, 1024, dtype=torch.float32) for _ in range(2))
-    return fused.token_mix(x, before, [weight(1024) for _ in range(count)])
+    return rwkv7.token_mix(x, before, [weight(1024) for _ in range(count)])
+
+
+def _keys(heads: int, size: int) -> tuple[Tensor, ...]:
+    from halflife.ops import rwkv7
+
+    key, rate, r = (leaf(BATCH, LENGTH, heads, size) for _ in range(3))
+    bias, unit, change, bonus = (weight(heads, size) for _ in range(4))
+    return rwkv7.rwkv7_keys(key, rate, r, bias, unit, change, bonus, torch.bfloat16)
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -104,6 +112,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "l2_normalize 64": lambda: _norm("l2_normalize", 1024, heads=16, gate=False),
     "token_mix 6": lambda: _mixed(6),
     "token_mix 1": lambda: _mixed(1),
+    "rwkv7_keys 64": lambda: _keys(16, 64),
     "swiglu 2816": lambda: _swiglu(2816),
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),

@@ -214,6 +214,7 @@ def test_info_says_why_not(monkeypatch):
         "rms_norm_of_sigmoid_gated",
         "gated_head_norm",
         "token_mix",
+        "rwkv7_keys",
         "add_rms_norm",
     }
     assert set(found["triton"][1]) == ours

@@ -7,14 +7,14 @@ import torch
 from helpers import assert_close, generator
 from pairwise import crossed
 
-from halflife.ops import causal_conv1d, fused
+from halflife.ops import causal_conv1d, fused, rwkv7
 from halflife.ops.backends import dispatch
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.triton.passes import convolution, norms
+from halflife.ops.backends.triton.passes import convolution, keys, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -180,7 +180,7 @@ def test_mixtures_of_tokens(count, dtype, shape):
 
     def run(backend, x, before, mu):
         before = torch.cat([before, before[:, :1]], 1)[:, : shape[1]]
-        return fused.token_mix(strided(x), before, mu.unbind(), backend)
+        return rwkv7.token_mix(strided(x), before, mu.unbind(), backend)
 
     check(run, tensors, dtype, wide=("mu",))
 
@@ -188,7 +188,31 @@ def test_mixtures_of_tokens(count, dtype, shape):
 def test_more_mixtures_run_in_torch():
     x = torch.randn(1, 1, 2)
     with pytest.raises(dispatch.CannotRun, match="at most 6 mixtures; got 7"):
-        fused.token_mix(x, x, [*torch.randn(7, 2)], "triton")
+        rwkv7.token_mix(x, x, [*torch.randn(7, 2)], "triton")
+
+
+@pytest.fixture
+def few_tiles(monkeypatch):
+    """Programs of RWKV-7's passes then have several tiles."""
+    monkeypatch.setattr(keys, "TILE", 64)
+    monkeypatch.setattr(keys, "PROGRAMS", 4)
+
+
+HEADS = [(2, 13, 3, 5), (1, 5, 2, 16), (1, 0, 1, 3)]
+
+
+@crossed(strength=1, dtype=DTYPES, shape=HEADS, read=[True, False])
+def test_keys_of_rwkv7(dtype, shape, read, few_tiles):
+    """Keys and what the correction reads and writes, with the weight of a token's own value and without."""
+    draw = generator(shape)
+    sizes = {"key": shape, "rate": shape, "bias": shape[2:], "unit": shape[2:], "change": shape[2:]}
+    sizes |= {"r": shape, "bonus": shape[2:]} if read else {}
+    tensors = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+    def run(backend, key, rate, bias, unit, change, r=None, bonus=None):
+        return rwkv7.rwkv7_keys(strided(key), strided(rate), r, bias, unit, change, bonus, None, backend)
+
+    check(run, tensors, dtype, wide=("bias", "unit", "change", "bonus"))
 
 
 def test_norms_round_to_the_dtype_of_autocast():
@@ -213,12 +237,14 @@ def test_wide_norms_run_in_torch():
 # ------------------------------------------------------------------------------------------------- custom ops
 
 X, WEIGHT = torch.randn(2, 3, 4), torch.randn(4, 3)
+X4 = torch.randn(2, 3, 2, 5)
 GIVEN = {
     "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True),
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),
     "add_norm": (X, X.bfloat16(), WEIGHT[:, 0].contiguous(), 1e-5, None),
     "swiglu": (X, X + 1),
     "scale_heads": (X, torch.randn(2, 3, 2)),
+    "rwkv7_keys": (X4, X4 + 1, X4 - 1, X4[0, 0], X4[0, 1], X4[0, 2], X4[1, 0], torch.float32),
     "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32),
     "rotate": (torch.randn(2, 3, 2, 4), *(f(torch.randn(1, 3, 2)) for f in (torch.cos, torch.sin)), 1.0),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.ops import dplr
-from halflife.ops.fused import l2_normalize, token_mix
+from halflife.ops.rwkv7 import bonus_of, rwkv7_keys, token_mix
 from halflife.packing import Packing
 from halflife.precision import ROOMY
 
@@ -175,19 +175,20 @@ class RWKV7(Mixer):
         previous, last = packing.delay(x, state.get("shift"))
         xs: dict[str, Tensor] = self.mu(x, previous)  # pyright: ignore[reportCallIssue]
         r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
-        k, a, b = self.keys(xs["k"], xs["a"])
+        k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
         if self.stretch_gain:
             gain = log_stretch().exp().to(k.dtype)
-            k, b = gain * k, gain * b
-        k, v, a, b = (x.to(r.dtype) for x in (k, v, a, b))  # autocast leaves some in float32
+            k, a, b = (x.to(r.dtype) for x in (gain * k, a, gain * b))
+            bonus = [bonus_of(r, k, self._per_head(self.r_k))]
+        v = v.to(r.dtype)  # autocast leaves it in float32
         o, memory = dplr(
             r, k, v.to(ROOMY[v.dtype]), a, b, g, scale=1, initial_state=state.get("memory"),
             output_final_state=True, cu_seqlens=packing, **self.op_options,
         )  # fmt: skip
         assert memory is not None
-        bonus = (r.to(ROOMY[r.dtype]) * k * self._per_head(self.r_k)).sum(-1, keepdim=True) * v
-        y = (self.norm(o) + bonus.flatten(-2)) * self.gate_lora(xs["g"])
+        own = bonus[0].unsqueeze(-1) * v
+        y = (self.norm(o) + own.flatten(-2)) * self.gate_lora(xs["g"])
         y = self.out_proj(y.half() if x.dtype == torch.float16 else y)
         return y, {"shift": last, "memory": memory}
 
@@ -202,14 +203,16 @@ class RWKV7(Mixer):
             return v + (shared["value"] - v) * (self.v0 + self.value_lora(x)).sigmoid()
         return v
 
-    def keys(self, x: Tensor, x_iclr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`k [B, T, H, K]`, and the vectors with which the correction reads, `−κ̂`, and writes, `κ̂ ⊙ a`."""
-        k, iclr = self.k_proj(x), (self.a0 + self.iclr_lora(x_iclr)).sigmoid()
-        removed = l2_normalize(  # √eps = 1e-12, that of F.normalize
-            self._per_head(k * self.k_k), eps=1e-24, backend=self.pass_backend
+    def keys(self, x: Tensor, x_iclr: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
+        """`k`, and the vectors with which the correction reads, `−κ̂`, and writes, `κ̂ ⊙ a`, all `[B, T, H, K]`.
+
+        With `r [B, T, H, K]` they have its dtype, and the fourth is the weight of each token's own value `[B, T, H]`.
+        """
+        key, rate, bias, unit, change = (
+            self._per_head(x) for x in (self.k_proj(x), self.iclr_lora(x_iclr), self.a0, self.k_k, self.k_a)
         )
-        k = k * (1 + (iclr - 1) * self.k_a)
-        return self._per_head(k), -removed, removed * self._per_head(iclr)
+        bonus, dtype = (None, None) if r is None else (self._per_head(self.r_k), r.dtype)
+        return rwkv7_keys(key, rate, r, bias, unit, change, bonus, dtype, self.pass_backend)
 
     def _per_head(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))

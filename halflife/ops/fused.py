@@ -3,11 +3,12 @@
 Each is an op whose definition is an expression of torch. Where the native kernels are built, and on CUDA devices, it
 runs as one pass over memory, forward and backward (csrc/norms.cpp, gates.cpp and mimo.cpp in `backends/native`, and
 `backends/triton/passes`). `backend` is "auto", "native", "triton", or "chunked" or "reference" for the expression.
+Those of RWKV-7 are in `ops/rwkv7.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,11 @@ from halflife.ops.backends.dispatch import implements, run_pass
 from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
 
-MIXTURES = 6  # of a Triton kernel, all in one program
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
 
 
-def _why_not_triton(op: str, device: torch.device, tensors: Any = None) -> str | None:
+def why_not_triton(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    """The `why_not` of Triton kernels that have all channels of the first tensor in one program."""
     if tensors is not None and tensors[0].shape[-1] > WIDEST:
         return f"the Triton kernel of {op} takes at most {WIDEST} channels; got {tensors[0].shape[-1]}"
     return triton.why_not_pass(op, device, tensors)
@@ -32,7 +33,7 @@ def _why_not_triton(op: str, device: torch.device, tensors: Any = None) -> str |
 
 def _pass(
     op: str, expression: Callable[..., Tensor], kernel: Callable[..., Tensor], matrices: int,
-    why_not: Any = _why_not_triton,
+    why_not: Any = why_not_triton,
 ) -> None:  # fmt: skip
     """Register the implementations of a pass.
 
@@ -67,7 +68,7 @@ define("rms_norm", x="... D", weight="D", settings={"eps": 1e-5})
 _pass("rms_norm", _rms_norm, _native_rms_norm, 1, None)
 
 
-@implements("rms_norm", "triton", why_not=_why_not_triton)
+@implements("rms_norm", "triton", why_not=why_not_triton)
 def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return triton.custom_op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps, product_dtype(x))
 
@@ -88,7 +89,7 @@ def _triton_add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tu
 define("add_rms_norm", x="... D", y="... D", weight="D", settings={"eps": 1e-5})
 for _backend in ("chunked", "reference"):
     implements("add_rms_norm", _backend, _add_rms_norm, traceable=True)
-implements("add_rms_norm", "triton", _triton_add_rms_norm, why_not=_why_not_triton)
+implements("add_rms_norm", "triton", _triton_add_rms_norm, why_not=why_not_triton)
 
 
 def rms_norm_of_gated(
@@ -239,42 +240,6 @@ def _fused_rotate(x: Tensor, cos: Tensor, sin: Tensor, op: Any = native.op) -> T
 
 define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P", constants=["cos", "sin"])
 _pass("rotate", _rotate, _fused_rotate, 1)
-
-
-def token_mix(x: Tensor, before: Tensor, mu: Sequence[Tensor], backend: str = "auto") -> tuple[Tensor, ...]:
-    """RWKV's mixtures `x + μ_i ⊙ (before − x)` of each token with the one before, `[B, T, D]` for each μ_i.
-
-    Under autocast on a GPU the kernel rounds them to autocast's dtype, as the products that take them would.
-
-    Args:
-        x, before: `[B, T, D]`.
-        mu: any number of μ_i `[D]`.
-        backend: see the top of the module.
-    """
-    if x.is_cpu and backend == "auto":  # which has no kernel
-        return _token_mix(x, before, *mu)
-    return run_pass("token_mix", backend, (x, before, *mu))
-
-
-def _token_mix(x: Tensor, before: Tensor, *mu: Tensor) -> tuple[Tensor, ...]:
-    change = before - x
-    return tuple([torch.addcmul(x, change, factor) for factor in mu])
-
-
-def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | None:
-    if tensors is not None and len(tensors) - 2 > MIXTURES:
-        return f"the Triton kernel makes at most {MIXTURES} mixtures; got {len(tensors) - 2}"
-    return triton.why_not_pass(op, device, tensors)
-
-
-define("token_mix", x="B T D", before="B T D", mu_1="D", mu_2="D")
-for _backend in ("chunked", "reference"):
-    implements("token_mix", _backend, _token_mix, traceable=True)
-
-
-@implements("token_mix", "triton", why_not=_why_not_mix)
-def _triton_token_mix(x: Tensor, before: Tensor, *mu: Tensor) -> tuple[Tensor, ...]:
-    return tuple(triton.custom_op("token_mix")(x, before, torch.stack(mu), product_dtype(x)))
 
 
 def mimo_output(

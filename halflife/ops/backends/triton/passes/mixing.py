@@ -1,4 +1,4 @@
-"""RWKV's mixtures of a token with the one before it: up to six outputs from one pass over both (`ops.fused.token_mix`).
+"""RWKV's mixtures of a token with the one before it: up to six outputs from one pass over both (`ops.rwkv7.token_mix`).
 
 Each output has a tensor of its own, because products read them, and their gradients come one by one.
 """

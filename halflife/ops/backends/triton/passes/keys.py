@@ -1,0 +1,178 @@
+"""RWKV-7's keys, as `ops.rwkv7.rwkv7_keys` defines them.
+
+A program has one head of some tokens. The backward pass computes the forward pass again. Gradients of the four
+parameters are summed over the tokens of a program, and then over programs by torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halflife.ops.backends.triton.launch import launch, only_first_derivatives
+from halflife.ops.backends.triton.laws import sigmoid
+from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.passes.norms import as_rows, entries
+
+TILE = 1024  # entries of a program at once
+PROGRAMS = 1024  # programs of a backward pass, at most, of all heads
+EPS = tl.constexpr(1e-24)  # of unit norms, as in the definition
+
+
+@triton.jit
+@no_type_check
+def numbers(x, at, here):
+    """Load numbers of channels, as a row in float32; 0 outside."""
+    return tl.load(x + at, mask=here, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+@no_type_check
+def _keys_kernel(
+    key, rate, r, bias, unit, change, bonus, k, a, b, s, tokens, heads, size, key_t, rate_t, r_t,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0) % heads
+    rows = (tl.program_id(0) // heads) * BR + tl.arange(0, BR)
+    cols = tl.arange(0, BC)
+    here = cols < size
+    inside = (rows < tokens)[:, None] & here[None, :]
+    at = h * size + cols
+    place = rows.to(tl.int64)[:, None] * heads * size + at[None, :]
+    given = entries(key, rows, key_t, at, inside)
+    learned = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
+    removed = given * numbers(unit, at, here)
+    removed *= tl.rsqrt(tl.sum(removed * removed, 1) + EPS)[:, None]
+    written = (given * (1 + (learned - 1) * numbers(change, at, here))).to(k.dtype.element_ty)
+    tl.store(k + place, written, mask=inside)
+    tl.store(a + place, (-removed).to(a.dtype.element_ty), mask=inside)
+    tl.store(b + place, (removed * learned).to(b.dtype.element_ty), mask=inside)
+    if r is not None:
+        read = entries(r, rows, r_t, at, inside) * written.to(tl.float32) * numbers(bonus, at, here)
+        tl.store(s + rows.to(tl.int64) * heads + h, tl.sum(read, 1), mask=rows < tokens)
+
+
+@triton.jit
+@no_type_check
+def _keys_back_kernel(
+    key, rate, r, bias, unit, change, bonus, dk, da, db, ds, dkey, drate, dr, sums, tokens, heads, size,
+    key_t, rate_t, r_t, count, tiles, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0) % heads
+    block = (tl.program_id(0) // heads).to(tl.int64)
+    cols = tl.arange(0, BC)
+    here = cols < size
+    at = h * size + cols
+    dbias = tl.zeros([BC], tl.float32)
+    dunit = tl.zeros([BC], tl.float32)
+    dchange = tl.zeros([BC], tl.float32)
+    dbonus = tl.zeros([BC], tl.float32)
+    for i in range(tiles):
+        rows = (block * tiles + i) * BR + tl.arange(0, BR)
+        inside = (rows < tokens)[:, None] & here[None, :]
+        place = rows[:, None] * heads * size + at[None, :]
+        given = entries(key, rows, key_t, at, inside)
+        learned = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
+        factor = 1 + (learned - 1) * numbers(change, at, here)
+        of_k = tl.load(dk + place, mask=inside, other=0.0).to(tl.float32)
+        if r is not None:
+            of_s = tl.load(ds + rows * heads + h, mask=rows < tokens, other=0.0)[:, None]
+            read = entries(r, rows, r_t, at, inside)
+            weight = numbers(bonus, at, here)
+            tl.store(dr + place, (of_s * given * factor * weight).to(dr.dtype.element_ty), mask=inside)
+            dbonus += tl.sum(of_s * given * factor * read, 0)
+            of_k += of_s * read * weight
+        scale = numbers(unit, at, here)
+        removed = given * scale
+        inverse = tl.rsqrt(tl.sum(removed * removed, 1) + EPS)[:, None]
+        removed *= inverse
+        of_b = tl.load(db + place, mask=inside, other=0.0).to(tl.float32)
+        of_rate = of_k * given  # of the factor, first
+        dchange += tl.sum(of_rate * (learned - 1), 0)
+        of_rate = (of_rate * numbers(change, at, here) + of_b * removed) * learned * (1 - learned)
+        tl.store(drate + place, of_rate.to(drate.dtype.element_ty), mask=inside)
+        dbias += tl.sum(of_rate, 0)
+        d = of_b * learned - tl.load(da + place, mask=inside, other=0.0).to(tl.float32)
+        d = inverse * (d - removed * tl.sum(d * removed, 1)[:, None])
+        dunit += tl.sum(d * given, 0)
+        tl.store(dkey + place, (d * scale + of_k * factor).to(dkey.dtype.element_ty), mask=inside)
+    place = block * count * heads * size + at
+    tl.store(sums + place, dbias, mask=here)
+    tl.store(sums + place + heads * size, dunit, mask=here)
+    tl.store(sums + place + 2 * heads * size, dchange, mask=here)
+    if r is not None:
+        tl.store(sums + place + 3 * heads * size, dbonus, mask=here)
+
+
+def _keys(
+    key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor, bonus: Tensor | None,
+    dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """k, −κ̂ and κ̂ ⊙ a `[B, T, H, K]` in `dtype`, and s `[B, T, H]` in float32 if there is r."""
+    outs = [key.new_empty(key.shape, dtype=dtype) for _ in range(3)]
+    outs += [] if r is None else [key.new_empty(key.shape[:3], dtype=torch.float32)]
+    if key.numel():
+        given, strides = of_heads(key, rate, r)
+        size, blocks, _, tile = tiles_of(key, False)
+        launch(_keys_kernel, (blocks * size[1],))(
+            *given, *_packed(bias, unit, change, bonus), *outs, *[None] * (4 - len(outs)), *size, *strides, **tile
+        )
+    return outs
+
+
+def _keys_backward(
+    douts: list[Tensor], key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor,
+    bonus: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of key, rate and r, and those of the parameters in rows."""
+    dkey, drate, dr = (key.new_empty(0) if x is None else x.new_empty(x.shape) for x in (key, rate, r))
+    size, blocks, tiles, tile = tiles_of(key, True)
+    sums = key.new_empty(blocks, 3 + (r is not None), *key.shape[2:], dtype=torch.float32)
+    if key.numel():
+        given, strides = of_heads(key, rate, r)
+        launch(_keys_back_kernel, (blocks * size[1],))(
+            *given, *_packed(bias, unit, change, bonus), *douts, *[None] * (4 - len(douts)), dkey, drate, dr, sums,
+            *size, *strides, sums.shape[1], tiles, **tile,
+        )  # fmt: skip
+    return dkey, drate, dr, sums.sum(0)
+
+
+def of_heads(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """Tensors `[B, T, H, K]` as rows of all channels, and the strides of these; 0 for None."""
+    pairs = [(None, 0) if x is None else as_rows(x, x.shape[2] * x.shape[3]) for x in tensors]
+    return [x for x, _ in pairs], [stride for _, stride in pairs]
+
+
+def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def tiles_of(x: Tensor, backward: bool) -> tuple[tuple[int, int, int], int, int, dict[str, int]]:
+    """Tokens, H and K of `x [B, T, H, K]`, the programs a head, the tiles of each, and the options of a launch."""
+    tokens, heads, size = x.shape[0] * x.shape[1], x.shape[2], x.shape[3]
+    columns = max(16, triton.next_power_of_2(size))
+    rows = max(1, TILE // columns)
+    tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), max(1, PROGRAMS // heads))) if backward else 1
+    tile = {"BR": rows, "BC": columns, "num_warps": max(4, min(16, columns // 256))}
+    return (tokens, heads, size), triton.cdiv(tokens, rows * tiles), tiles, tile
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:7])
+
+
+def _grad(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
+    only_first_derivatives()
+    tensors = ctx.saved_tensors
+    dkey, drate, dr, sums = _gradients([d.contiguous() for d in douts], *tensors)
+    parameters = [x for x in tensors[3:] if x is not None]
+    found = [d.to(x.dtype) for d, x in zip(sums.unbind(), parameters, strict=True)]
+    return dkey, drate, None if tensors[2] is None else dr, *found, *[None] * (5 - len(found))
+
+
+_gradients = declare("triton_rwkv7_keys_backward", _keys_backward)
+declare("triton_rwkv7_keys", _keys).register_autograd(_grad, setup_context=_save)

@@ -1,0 +1,116 @@
+"""Passes of RWKV-7's layers. Each is an expression of torch, and one launch on a CUDA device (`halflife.ops.fused`).
+
+Native kernels take part where an expression has a norm. On a CPU "auto" is the expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife.ops.backends import triton
+from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.fused import l2_normalize, why_not_triton
+from halflife.ops.spec import define
+from halflife.precision import ROOMY, product_dtype
+
+MIXTURES = 6  # of a Triton kernel, all in one program
+
+
+def token_mix(x: Tensor, before: Tensor, mu: Sequence[Tensor], backend: str = "auto") -> tuple[Tensor, ...]:
+    """RWKV's mixtures `x + μ_i ⊙ (before − x)` of each token with the one before, `[B, T, D]` for each μ_i.
+
+    Under autocast on a GPU the kernel rounds them to autocast's dtype, as the products that take them would.
+
+    Args:
+        x, before: `[B, T, D]`.
+        mu: any number of μ_i `[D]`.
+        backend: see the top of the module.
+    """
+    if x.is_cpu and backend == "auto":  # which has no kernel
+        return _token_mix(x, before, *mu)
+    return run_pass("token_mix", backend, (x, before, *mu))
+
+
+def _token_mix(x: Tensor, before: Tensor, *mu: Tensor) -> tuple[Tensor, ...]:
+    change = before - x
+    return tuple([torch.addcmul(x, change, factor) for factor in mu])
+
+
+def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    if tensors is not None and len(tensors) - 2 > MIXTURES:
+        return f"the Triton kernel makes at most {MIXTURES} mixtures; got {len(tensors) - 2}"
+    return triton.why_not_pass(op, device, tensors)
+
+
+define("token_mix", x="B T D", before="B T D", mu_1="D", mu_2="D")
+for _backend in ("chunked", "reference"):
+    implements("token_mix", _backend, _token_mix, traceable=True)
+
+
+@implements("token_mix", "triton", why_not=_why_not_mix)
+def _triton_token_mix(x: Tensor, before: Tensor, *mu: Tensor) -> tuple[Tensor, ...]:
+    return tuple(triton.custom_op("token_mix")(x, before, torch.stack(mu), product_dtype(x)))
+
+
+def rwkv7_keys(
+    key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor, bonus: Tensor | None,
+    dtype: torch.dtype | None = None, backend: str = "auto",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What RWKV-7's state is written with, from a key and the activation of its learning rate.
+
+        a = σ(bias + rate),  κ̂ = normalize(key ⊙ unit),  k = key ⊙ (1 + (a − 1) ⊙ change),  s = Σ_K r ⊙ k ⊙ bonus
+
+    Args:
+        key, rate, r: `[B, T, H, K]`; r may be None.
+        bias, unit, change, bonus: parameters `[H, K]`; bonus is None if r is.
+        dtype: that of k, −κ̂ and κ̂ ⊙ a; None for what the expression gives.
+        backend: see `halflife.ops.fused`.
+
+    Returns:
+        k, −κ̂ and κ̂ ⊙ a `[B, T, H, K]`, and s `[B, T, H]` if there is r.
+
+    Source: Peng et al. 2025, "RWKV-7".
+    """
+    tensors = (key, rate, r, bias, unit, change, bonus)
+    if key.is_cpu and backend == "auto":
+        return _keys(*tensors, dtype, backend)
+    return run_pass("rwkv7_keys", backend, tensors, dtype)
+
+
+def _keys(
+    key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor, bonus: Tensor | None,
+    dtype: torch.dtype | None, backend: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    a = (bias + rate).sigmoid()
+    removed = l2_normalize(key * unit, eps=1e-24, backend=backend)  # √eps = 1e-12, that of F.normalize
+    k = key * (1 + (a - 1) * change)
+    made = k, -removed, removed * a
+    made = made if dtype is None else tuple([x.to(dtype) for x in made])
+    return made if r is None or bonus is None else (*made, bonus_of(r, made[0], bonus))
+
+
+def bonus_of(r: Tensor, k: Tensor, bonus: Tensor) -> Tensor:
+    """`Σ_K r ⊙ k ⊙ bonus [B, T, H]` of `r, k [B, T, H, K]` and `bonus [H, K]`: what a token reads of its own value."""
+    return (r.to(ROOMY[r.dtype]) * k * bonus).sum(-1)
+
+
+define(
+    "rwkv7_keys", key="B T H K", rate="B T H K", r="B T H K | None", bias="H K", unit="H K", change="H K",
+    bonus="H K | None", settings={"dtype": None},
+)  # fmt: skip
+for _backend in ("chunked", "reference"):
+    implements("rwkv7_keys", _backend, partial(_keys, backend=_backend), traceable=True)
+
+
+@implements("rwkv7_keys", "triton", why_not=why_not_triton)
+def _triton_keys(
+    key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor, bonus: Tensor | None,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dtype = dtype or torch.promote_types(key.dtype, change.dtype)
+    return tuple(triton.custom_op("rwkv7_keys")(key, rate, r, bias, unit, change, bonus, dtype))
