@@ -113,7 +113,7 @@ def test_the_page_shows_the_figures():
 CODE = """
 import json, sys
 sys.path[:0] = ["benchmarks"]
-import torch, offline, offline_models
+import torch, offline, offline_loss, offline_models
 found = {}
 for name in sys.argv[1:]:
     case = offline.CASES[name]
