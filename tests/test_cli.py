@@ -117,7 +117,6 @@ def test_compare_end_to_end(tmp_path, capsys):
 @cases(
     "arguments, message",
     (["compare", "--scale", "smoke"], "at least one model"),
-    (["memory", "/"], "halflife diagnose / says what the state of a trained model takes"),
     (["compare", "mamba22"], "Did you mean 'mamba2'"),
     (["compare", "mamba2", "--scale", "big"], "smoke, small, paper"),
     (["compare", "--steps", "4", "--resume", "x"], "leave out steps"),

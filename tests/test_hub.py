@@ -213,6 +213,19 @@ def test_a_model_without_decays_has_a_card_without_their_figure(folder_card):
     assert "timescales" not in text
 
 
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+@pytest.mark.parametrize(
+    ("damage", "message"), [(lambda x: x[:-1] + b"\1", "is damaged"), (lambda x: x[:-1], "truncated")]
+)
+def test_damaged_weights_are_no_model_without_decays(folder_card, name, damage, message):
+    config = preset(name, hidden_size=16, num_layers=1, vocab_size=256)
+    checkpoint.save(LanguageModel(config), folder_card)
+    weights = folder_card / "model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    assert_raises(ValueError, rf"model\.safetensors .*{message}", card_of, folder_card)
+    assert not (folder_card / "README.md").exists()
+
+
 def test_a_run_without_a_trained_model_has_no_card(folder_card):
     result = read_json(folder_card / "result.json")
     write_json(folder_card / "result.json", {**result, "diverged": "at step 3"})

@@ -28,7 +28,7 @@ from halflife.evaluation.memory import (
     ska_sizes,
     ska_state_size,
 )
-from halflife.models import PRESETS
+from halflife.models import PRESETS, checkpoint
 from halflife.report.figures.labels import apart
 from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.figures.memory import memory
@@ -244,6 +244,19 @@ def test_end_to_end(tmp_path, capsys):
     main(arguments)
     assert sorted(path.name for path in folder.iterdir()) == names  # no temporary file remains
     assert {name: (folder / name).read_bytes() for name in names} == files
+
+
+def test_a_folder_has_its_own_sizes(tmp_path, capsys, refused):
+    for place, width in (("run/a", 32), ("run/b", 32), ("wide", 64)):
+        small = preset("mamba2", hidden_size=width, num_layers=2, vocab_size=8)
+        checkpoint.save(LanguageModel(small), tmp_path / place)
+    main(["memory", str(tmp_path / "run"), "llama", "--lengths", "8", "--output", str(tmp_path / "out")])
+    assert "2 layers of width 32" in capsys.readouterr().out
+    data = json.loads((tmp_path / "out/memory.json").read_text())
+    expected = measure_memory(["mamba2", "llama"], [8], hidden_size=32, num_layers=2, vocab_size=8)
+    assert data == json.loads(json.dumps(expected))
+    message = refused("memory", str(tmp_path / "run"), str(tmp_path / "wide"))
+    assert "mamba2 has 2 of width 32, mamba2 has 2 of width 64" in message
 
 
 def test_files_go_to_runs(tmp_path, capsys, monkeypatch):

@@ -23,6 +23,10 @@ from halflife.models.load import checkpoints, convertible, load_any
 from halflife.models.timescales import granularity, layer_decays
 
 
+class NothingToShow(ValueError):
+    """No model has a decay or an operator."""
+
+
 @dataclass(frozen=True)
 class ModelMeasurement(Record):
     """The measurements inside one model."""
@@ -74,8 +78,8 @@ def measure_models(
     Raises:
         FileNotFoundError: if a folder has no checkpoint, or a file is missing.
         ConnectionError: if the hub cannot be reached.
-        ValueError: if a checkpoint or a text is damaged, if a vocabulary does not fit, or if no model has a decay or an
-            operator to show.
+        ValueError: if a checkpoint or a text is damaged, or if a vocabulary does not fit.
+        NothingToShow: if no model has a decay or an operator to show.
     """
     if train_length is not None and train_length < 1:
         raise ValueError(f"a training length has at least 1 token; got {train_length}")
@@ -84,7 +88,7 @@ def measure_models(
     models = [_measure(label, folder, source, train_length, device, progress)
               for label, folder, progress in _shown(folder_of, show)]  # fmt: skip
     if not any(model.layers or model.operators for model in models):
-        raise ValueError(f"there is no decay to show: {', '.join(folder_of)} without one")
+        raise NothingToShow(f"there is no decay to show: {', '.join(folder_of)} without one")
     return ModelMeasurements(
         text=[str(file) for file in text], tokenizer=tokenizer, length=source.longest,
         sequences=source.most, models=models,

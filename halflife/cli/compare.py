@@ -171,8 +171,8 @@ class Compare:
         else:
             check_seeds(self.only_seeds, range(self.seeds))
             folder = self._create()
-        say(f"writing to {folder}")
         seeds, comparison = self.only_seeds or None, compare.Comparison.load(folder)
+        say(f"writing to {folder}")
         if not quiet and (trial := comparison.try_runs(folder, seeds, rows_held)):
             say(describe_trial(trial, here=place.on in ("local", "ray")))
         failed: Mapping[str, str] = {}

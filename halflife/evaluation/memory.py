@@ -12,13 +12,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from halflife.layers import State
 from halflife.layers.memory.log_linear import LogLinear
-from halflife.models import LanguageModel, ModelConfig, preset
+from halflife.models import PRESETS, LanguageModel, ModelConfig, preset
 from halflife.registry import check_choice, unknown
 
 PROBES = (1, 2, 4)  # lengths in tokens; two would not show whether a size grows linearly
@@ -253,12 +254,13 @@ def measure_memory(
     dtype: str = "bfloat16",
     cache_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Measure the states of presets at some lengths, beside the KV cache of a llama of the same sizes.
+    """Measure the states of models at some lengths, beside the KV cache of a llama of the same sizes.
 
     Args:
-        models: names of presets, `base[+modifier…]`.
+        models: names of presets, `base[+modifier…]`, or folders with trained models.
         lengths: numbers of tokens, in any order.
         hidden_size, num_layers, num_heads, vocab_size: as in `preset`. The vocabulary affects the parameters only.
+            Beside trained models, presets and the llama have the sizes of these.
         dtype, cache_dtype: as in `layer_states`.
 
     Returns:
@@ -268,9 +270,12 @@ def measure_memory(
         "smaller_from" is the first length at which the state is smaller than the cache, or None.
 
     Raises:
-        ValueError: there is no model or no length, a model is repeated, a length is below 1, a name is unknown, or the
-            sizes do not fit.
+        FileNotFoundError: a folder holds no model.
+        ValueError: there is no model or no length, a model is repeated, a length is below 1, a name is unknown, the
+            sizes do not fit, or those of trained models differ.
     """
+    from halflife.models.load import configurations
+
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
     if not lengths:
@@ -281,9 +286,13 @@ def measure_memory(
         raise ValueError(f"num_heads must be at least 1; got {num_heads}")
     _check_dtypes(dtype, cache_dtype)
     sizes: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size}
-    configs = [preset(name, num_heads=num_heads, **sizes) for name in models]
+    folders = [name for name in models if name.partition("+")[0] not in PRESETS and Path(name).is_dir()]
+    configs = configurations(folders)
+    if configs:
+        sizes = {name: getattr(configs[0], name) for name in sizes}
+    configs += [preset(name, num_heads=num_heads, **sizes) for name in models if name not in folders]
     lengths = sorted(set(lengths))
-    cache = kv_cache(hidden_size, num_layers, cache_dtype or dtype)
+    cache = kv_cache(sizes["hidden_size"], sizes["num_layers"], cache_dtype or dtype)
     return {
         **sizes, "num_heads": num_heads, "dtype": dtype, "cache_dtype": cache_dtype or dtype, "lengths": lengths,
         "cache": {"per_token": cache.per_token, "bytes": [cache.at(length) for length in lengths]},

@@ -14,6 +14,7 @@ import torch
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, read_json_object
 from halflife.models.checkpoint import is_ours, load
+from halflife.models.config import ModelConfig
 from halflife.models.convert import MIXERS, SOURCES, assemble
 from halflife.models.lm import LanguageModel
 from halflife.models.tensor_file import INDEX, Checkpoint
@@ -44,6 +45,20 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
         return assemble(*SOURCES[kind](config, Checkpoint(folder))).to(device)
     except RuntimeError as error:
         raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
+
+
+def configurations(folders: Sequence[str]) -> list[ModelConfig]:
+    """Return the configurations of the models in and below the folders, equal ones once; [] without folders.
+
+    Raises:
+        FileNotFoundError, ValueError: see `checkpoints` and `load_any`; or the models differ in width or layers.
+    """
+    found = checkpoints([Path(folder) for folder in folders]).values() if folders else ()
+    configs = [*{(config := load_any(folder).config).to_json(): config for folder in found}.values()]
+    if len({(config.hidden_size, config.num_layers) for config in configs}) > 1:
+        each = ", ".join(f"{config.name} has {config.num_layers} of width {config.hidden_size:,}" for config in configs)
+        raise ValueError(f"models of one size are compared, and their layers differ: {each}")
+    return configs
 
 
 def convertible(model_type: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from halflife.analysis.survey import measure_models
+from halflife.analysis.survey import NothingToShow, measure_models
 from halflife.data.documents import is_name
 from halflife.data.tokenizers import OF_BYTES
 from halflife.extras import install_anywhere
@@ -58,7 +58,11 @@ On a command line: `halflife generate {folder} "Once upon a time"`.
 
 
 def write_card(run: LanguageRun) -> Path | None:
-    """Write the card of a finished run, with a figure of its decays; None for a run without a trained model."""
+    """Write the card of a finished run, with a figure of its decays; None for a run without a trained model.
+
+    Raises:
+        ValueError: the weights are damaged, or of another model.
+    """
     if not run.result or "diverged" in run.result or not (run.path / WEIGHTS).exists():
         return None
     figure = _draw_decays(run.path)
@@ -70,7 +74,7 @@ def _draw_decays(folder: Path) -> str | None:
     """Draw the base time-scales of the model in a folder. Return the figure's path there; None without decays."""
     try:
         spectrum = finite(measure_models((folder,)).to_dict())
-    except ValueError:  # the model has neither a decay nor an operator
+    except NothingToShow:
         return None
     save(timescales(spectrum), folder / FIGURES, FIGURE, ("png",))
     return f"{FIGURES}/{FIGURE}.png"

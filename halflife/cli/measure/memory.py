@@ -20,10 +20,12 @@ class Memory:
       halflife memory mamba2 mamba2+ska gated_deltanet llama --lengths 64 256 1024 4096 16384 65536
       halflife memory mamba2 rwkv7 --lengths 2048 131072 --hidden-size 2048 --num-layers 24 --cache-dtype float8
       halflife memory simple+vector simple+lrpe --lengths 1024 --dtype float32 --output sizes
+      halflife memory runs/20260101-120000-text gated_deltanet
     """
 
     models: Positional[tuple[str, ...]] = ("mamba2", "gated_deltanet", "llama")
-    """Presets, base[+modifier…]. `halflife list` shows them."""
+    """Presets, base[+modifier…], which `halflife list` shows; or folders with trained models, whose sizes the presets
+    and the llama beside them then have."""
     lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536)
     """Lengths of the sequence, in tokens."""
     hidden_size: int = 256
@@ -44,18 +46,11 @@ class Memory:
     def run(self) -> None:
         from halflife.cli.options import new_folder
         from halflife.evaluation.memory import measure_memory
-        from halflife.models import PRESETS
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import memory
         from halflife.report.table import show
         from halflife.report.tables.memory import memory_tables, write_memory
 
-        unknown = [name for name in self.models if name.partition("+")[0] not in PRESETS]
-        if folder := next((name for name in unknown if Path(name).is_dir()), None):
-            raise ValueError(
-                f"{folder} is a folder, and memory compares presets of one size; "
-                f"halflife diagnose {folder} says what the state of a trained model takes"
-            )
         result = measure_memory(
             self.models, self.lengths, hidden_size=self.hidden_size, num_layers=self.num_layers,
             num_heads=self.num_heads, vocab_size=self.vocab_size, dtype=self.dtype, cache_dtype=self.cache_dtype,

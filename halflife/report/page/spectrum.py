@@ -144,8 +144,8 @@ def _load(one: Training) -> tuple[LanguageModel | None, str]:
         return checkpoint.load(one.path), ""
     except FileNotFoundError:
         reason = "The weights are missing"
-    except ValueError:  # such as weights of another version
-        reason = "The weights cannot be read by this version"
+    except ValueError:  # weights of another version, or damaged ones
+        reason = "The weights are damaged, or of another version"
     return (
         None,
         f"{reason}. The plot shows the time-scales measured after training, which are known at a few positions. ",
