@@ -99,6 +99,14 @@ def _keys(heads: int, size: int) -> tuple[Tensor, ...]:
     return rwkv7.rwkv7_keys(key, rate, r, bias, unit, change, bonus, torch.bfloat16)
 
 
+def _output(heads: int, size: int) -> list[Tensor]:
+    from halflife.ops import rwkv7
+
+    (o, v), s = (leaf(BATCH, LENGTH, heads, size) for _ in range(2)), weight(BATCH, LENGTH, heads)
+    gate = leaf(BATCH, LENGTH, heads * size)
+    return [rwkv7.rwkv7_output(o, s, v, gate, *(weight(heads * size) for _ in range(2)), 1e-3, torch.bfloat16)]
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _conv(2304, 4),
     "packed": lambda: _conv(2304, 4, packed=True, initial_state=leaf(BATCH, 2304, 3)),
@@ -113,6 +121,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "token_mix 6": lambda: _mixed(6),
     "token_mix 1": lambda: _mixed(1),
     "rwkv7_keys 64": lambda: _keys(16, 64),
+    "rwkv7_output 64": lambda: _output(16, 64),
     "swiglu 2816": lambda: _swiglu(2816),
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),

@@ -215,6 +215,7 @@ def test_info_says_why_not(monkeypatch):
         "gated_head_norm",
         "token_mix",
         "rwkv7_keys",
+        "rwkv7_output",
         "add_rms_norm",
     }
     assert set(found["triton"][1]) == ours

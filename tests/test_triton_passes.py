@@ -215,6 +215,18 @@ def test_keys_of_rwkv7(dtype, shape, read, few_tiles):
     check(run, tensors, dtype, wide=("bias", "unit", "change", "bonus"))
 
 
+@crossed(strength=1, dtype=DTYPES, shape=HEADS)
+def test_outputs_of_rwkv7(dtype, shape, few_tiles):
+    draw, channels = generator(shape), (shape[2] * shape[3],)
+    sizes = {"o": shape, "s": shape[:3], "v": shape, "gate": (*shape[:2], *channels), "weight": channels}
+    tensors = {name: torch.randn(size, generator=draw) for name, size in {**sizes, "bias": channels}.items()}
+
+    def run(backend, o, s, v, gate, weight, bias):
+        return [rwkv7.rwkv7_output(strided(o), s, strided(v), strided(gate), weight, bias, 1e-3, None, backend)]
+
+    check(run, tensors, dtype, wide=("weight", "bias", "s"))
+
+
 def test_norms_round_to_the_dtype_of_autocast():
     """So that no product casts their output again; the gradients are those of the rounded output."""
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
@@ -245,6 +257,7 @@ GIVEN = {
     "swiglu": (X, X + 1),
     "scale_heads": (X, torch.randn(2, 3, 2)),
     "rwkv7_keys": (X4, X4 + 1, X4 - 1, X4[0, 0], X4[0, 1], X4[0, 2], X4[1, 0], torch.float32),
+    "rwkv7_output": (X4, X4[..., 0], X4 + 1, X4.flatten(2), *X4[0, :2].flatten(1), 1e-3, torch.bfloat16),
     "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32),
     "rotate": (torch.randn(2, 3, 2, 4), *(f(torch.randn(1, 3, 2)) for f in (torch.cos, torch.sin)), 1.0),
 }  # fmt: skip

@@ -15,9 +15,9 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.ops import dplr
-from halflife.ops.rwkv7 import bonus_of, rwkv7_keys, token_mix
+from halflife.ops.rwkv7 import bonus_of, rwkv7_keys, rwkv7_output, token_mix
 from halflife.packing import Packing
-from halflife.precision import ROOMY
+from halflife.precision import ROOMY, product_dtype
 
 # Exponents e of the initial value of each μ, which is 1 − (i/D)^{e (1 − layer/layers)} in channel i.
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -63,6 +63,8 @@ class TokenShift(nn.ParameterDict):
 class HeadNorm(nn.Module):
     """Layer norm over each head with weights that start at `scale`. RWKV calls it a group norm."""
 
+    pass_backend = "auto"  # see `set_backend`
+
     def __init__(self, num_heads: int, head_dim: int, eps: float, scale: float) -> None:
         super().__init__()
         self.eps, self.scale = eps, scale
@@ -74,9 +76,9 @@ class HeadNorm(nn.Module):
         nn.init.constant_(self.weight, self.scale)
         nn.init.zeros_(self.bias)
 
-    def forward(self, o: Tensor) -> Tensor:
-        """`[B, T, H, V]` → `[B, T, H·V]`."""
-        return F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2) * self.weight + self.bias
+    def forward(self, o: Tensor, s: Tensor, v: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        """`(norm(o) + s v) ⊙ gate [B, T, H·V]` in `dtype`; see `rwkv7_output`."""
+        return rwkv7_output(o, s, v, gate, self.weight, self.bias, self.eps, dtype, self.pass_backend)
 
 
 @LAYERS.add("rwkv7")
@@ -187,10 +189,8 @@ class RWKV7(Mixer):
             output_final_state=True, cu_seqlens=packing, **self.op_options,
         )  # fmt: skip
         assert memory is not None
-        own = bonus[0].unsqueeze(-1) * v
-        y = (self.norm(o) + own.flatten(-2)) * self.gate_lora(xs["g"])
-        y = self.out_proj(y.half() if x.dtype == torch.float16 else y)
-        return y, {"shift": last, "memory": memory}
+        y = self.norm(o, bonus[0], v, self.gate_lora(xs["g"]), product_dtype(x))
+        return self.out_proj(y), {"shift": last, "memory": memory}
 
     def values(self, x: Tensor, shared: Shared | None) -> Tensor:
         """`v [B, T, H·V]`, interpolated towards the values of the first layer, which `shared` holds."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import triton
@@ -114,3 +115,46 @@ def _triton_keys(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dtype = dtype or torch.promote_types(key.dtype, change.dtype)
     return tuple(triton.custom_op("rwkv7_keys")(key, rate, r, bias, unit, change, bonus, dtype))
+
+
+def rwkv7_output(
+    o: Tensor, s: Tensor, v: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float,
+    dtype: torch.dtype | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """RWKV-7's output before its last product, `(LayerNorm(o) ⊙ weight + bias + s v) ⊙ gate [B, T, H·V]`.
+
+    Args:
+        o, v: `[B, T, H, V]`. The norm is over each head.
+        s: the weight of each token's own value, `[B, T, H]`.
+        gate: `[B, T, H·V]`.
+        weight, bias: `[H·V]`.
+        eps: added to the variance.
+        dtype: that of the result; None for what the expression gives.
+        backend: see `halflife.ops.fused`.
+    """
+    tensors = (o, s, v, gate, weight, bias)
+    if o.is_cpu and backend == "auto":
+        return _output(*tensors, eps, dtype)
+    return run_pass("rwkv7_output", backend, tensors, eps, dtype)
+
+
+def _output(
+    o: Tensor, s: Tensor, v: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None
+) -> Tensor:
+    normed = F.layer_norm(o, o.shape[-1:], eps=eps).flatten(-2) * weight + bias
+    y = (normed + (s.unsqueeze(-1) * v).flatten(-2)) * gate
+    return y if dtype is None else y.to(dtype)
+
+
+define(
+    "rwkv7_output", o="B T H V", s="B T H", v="B T H V", gate="B T D", weight="D", bias="D",
+    settings={"eps": 1e-3, "dtype": None},
+)  # fmt: skip
+for _backend in ("chunked", "reference"):
+    implements("rwkv7_output", _backend, _output, traceable=True)
+
+
+@implements("rwkv7_output", "triton", why_not=why_not_triton)
+def _triton_output(*given: Any) -> Tensor:
+    *tensors, eps, dtype = given
+    return triton.custom_op("rwkv7_output")(*tensors, eps, dtype or torch.promote_types(given[0].dtype, given[4].dtype))

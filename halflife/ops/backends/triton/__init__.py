@@ -89,7 +89,7 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    passes = (f"passes.{name}" for name in ("convolution", "norms", "products", "mixing", "keys", "token"))
+    passes = (f"passes.{name}" for name in ("convolution", "norms", "products", "mixing", "keys", "outputs", "token"))
     for name in ("op", "step", "laws", "post", "koopman", *passes):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
