@@ -19,7 +19,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from join import RESULTS, add, read_table, scores  # beside this file
+from join import RESULTS, add, read_table, scores  # these two beside this file
+from overview_picture import CHOSEN, overview
 
 from halflife.evaluation.memory import format_bytes, layer_states, model_state_size
 from halflife.evaluation.throughput import Decoder, device_name, interleaved, train_step
@@ -27,7 +28,6 @@ from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.lab.experiments.evidence.overview import Overview
 from halflife.models import LanguageModel, ModelConfig
 from halflife.report.figures.matplotlib_renderer import save
-from halflife.report.figures.overview import CHOSEN, overview
 from halflife.report.intervals import has_learned, with_interval
 from halflife.report.markdown import Rows, models
 from halflife.report.table import Table

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from halflife.analysis.look.graph import write_lens
+from playground_step import write_lens  # beside this file
+
 from halflife.evaluation.recall import accuracy
 from halflife.files import write_json, write_text
 from halflife.lab.experiments.mqar import SMOKE, mqar_model

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,9 @@ os.environ["HALFLIFE_KEY"] = str(Path(tempfile.gettempdir(), f"halflife-tests-{o
 
 # Every annotation of halflife is checked at run time, in tests only. The hook must precede the first import.
 install("halflife")
+
+# Scripts of the documents and benchmarks are tested too.
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("docs", "benchmarks")]
 
 # A shell starts what ends in `&` with Ctrl-C ignored, and halflife leaves an ignored signal so.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

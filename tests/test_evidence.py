@@ -4,9 +4,9 @@ import csv
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 
+import overview
 import pytest
 import torch
 from helpers import assert_raises, cases
@@ -19,9 +19,6 @@ from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.figures.operators import power_map
 from halflife.runs.records import Training
 from halflife.runs.sweep import Cell
-
-sys.path.append(str(Path(__file__).parent.parent / "docs"))
-import overview
 
 NAMES = ("post-taken-apart", "post-taken-apart-text", "overview", "koopman-powers")
 TINY = {"steps": 3, "batch_size": 2, "save_every": 3, "hidden_size": 32}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from helpers import add_noise
+from playground_step import SEEN, LensStep
 
 import halflife
-from halflife.analysis.look.graph import SEEN, LensStep
 from halflife.export.graphs import plain
 from halflife.models import LanguageModel, preset
 

@@ -2,16 +2,12 @@
 
 import math
 import random
-import sys
 from collections import Counter, defaultdict
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import cases
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from ngrams import KneserNey, discounts, kneser_ney_bits_per_byte
 
 ORDERS = (1, 2, 5, 7)

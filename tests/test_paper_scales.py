@@ -2,12 +2,12 @@
 
 import dataclasses
 
+import papers
 import pytest
 import torch
 from helpers import assert_raises
 
 from halflife import LanguageModel
-from halflife.lab import papers
 from halflife.lab.experiments import EXPERIMENTS, compare, paper_experiments
 from halflife.lab.experiments.mqar import STATES, PostMQAR, selections
 from halflife.runs.sweep import Cell
@@ -32,7 +32,7 @@ def test_the_scale_paper_has_the_papers_settings(name):
 
 def test_the_page_of_the_settings_is_current():
     text = papers.PAGE.read_text()
-    assert papers.page(text) == text, "run python -m halflife.lab.papers"
+    assert papers.page(text) == text, "run python docs/papers.py"
     assert {name for name in EXPERIMENTS if "paper" in EXPERIMENTS[name].scales} == {*papers.ROWS, "mqar", "recall"}
 
 

@@ -12,7 +12,6 @@ from halflife.files import read_json
 from halflife.lab.experiments.evidence import koopman_powers
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.matplotlib_renderer import DATA, digest, draw
-from halflife.report.figures.overview import CHOSEN, overview
 from halflife.report.tables.forecast import read_forecasts
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -22,6 +21,7 @@ sys.path.insert(0, str(DOCS))
 import powers  # noqa: E402
 import result_pictures  # noqa: E402
 import scale  # noqa: E402
+from overview_picture import CHOSEN, overview  # noqa: E402
 
 
 def forecast(name):

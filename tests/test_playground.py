@@ -147,9 +147,8 @@ def test_a_file_with_int8_weights_gives_what_the_rounded_model_gives(tmp_path):
     """The numbers of onnxruntime are those of the lens."""
     onnxruntime = pytest.importorskip("onnxruntime")
     import torch
+    from playground_step import write_lens
     from test_look_graph import assert_lens, texts, tiny
-
-    from halflife.analysis.look.graph import write_lens
 
     for name in ABOUT["models"]:
         model, tokens = tiny(name), torch.randint(0, 64, (11,))

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import papers
 import pytest
 import torch
 from helpers import assert_raises
@@ -15,7 +16,6 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.bundles import BUNDLES
-from halflife.lab import papers
 from halflife.lab.experiments import EXPERIMENTS, compare
 from halflife.lab.experiments import train as language
 from halflife.lab.experiments.decay_design import VARIANTS

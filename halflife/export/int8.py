@@ -7,15 +7,10 @@ reads a quarter of the bytes that float32 weights have.
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.files import atomic_path
 from halflife.models.lm import LanguageModel
 
 MULTIPLE = 16  # the kernel takes matrices whose sides are multiples of it; outputs are padded
@@ -64,49 +59,3 @@ def quantize(model: LanguageModel) -> int:
     if not count:
         raise ValueError(f"{model.config.name} has no linear map whose inputs are a multiple of {MULTIPLE}")
     return count
-
-
-FEWEST_ENTRIES = 1024  # of a matrix that is rounded
-
-
-@torch.no_grad()
-def round_weights(model: nn.Module) -> None:
-    """Round the rows of every large matrix to multiples of 1/127 of their largest entries, in place.
-
-    A file may then hold them as int8 (`store_int8`), and the model gives what the file gives.
-    """
-    for weight in model.parameters():
-        if weight.ndim == 2 and weight.numel() >= FEWEST_ENTRIES:
-            scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-            weight.copy_((weight / scale).round() * scale)
-
-
-def store_int8(path: Path) -> None:
-    """Let an ONNX file hold the weights that `round_weights` has rounded as int8, and their scales beside them."""
-    onnx = import_module("onnx")
-    model, nodes = onnx.load(path), []
-    for tensor in list(model.graph.initializer):
-        weight = onnx.numpy_helper.to_array(tensor)
-        if weight.ndim != 2 or weight.dtype != np.float32 or weight.size < FEWEST_ENTRIES:
-            continue
-        for axis in (0, 1):  # of the rows, which are columns of a transposed matrix
-            scale = np.abs(weight).max(1 - axis, keepdims=True).clip(1e-12) / np.float32(127)
-            integers = np.round(weight / scale)
-            if np.allclose(integers * scale, weight, rtol=1e-5, atol=0):
-                break
-        else:
-            continue
-        name = tensor.name
-        model.graph.initializer.remove(tensor)
-        for part, array in (("int8", integers.astype(np.int8)), ("scale", scale)):
-            model.graph.initializer.append(onnx.numpy_helper.from_array(array, f"{name}.{part}"))
-        # Behind DequantizeLinear, onnxruntime would round the activations too.
-        nodes.append(onnx.helper.make_node("Cast", [f"{name}.int8"], [f"{name}.float"], to=onnx.TensorProto.FLOAT))
-        nodes.append(onnx.helper.make_node("Mul", [f"{name}.float", f"{name}.scale"], [name]))
-    for node in reversed(nodes):
-        model.graph.node.insert(0, node)
-    for node in model.graph.node:
-        del node.metadata_props[:]  # the lines of Python that it came from
-    onnx.checker.check_model(model)
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(model.SerializeToString())

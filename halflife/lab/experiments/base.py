@@ -108,7 +108,7 @@ def check_layers_act(config: Any) -> None:
 class Experiment:
     """Training runs and tests at several scales. The docstring of a subclass names the paper or the question.
 
-    `halflife.lab.papers` has the settings of the scale "paper" as the papers print them. Under "Departures" a docstring
+    `docs/papers.py` has the settings of the scale "paper" as the papers print them. Under "Departures" a docstring
     has what else differs.
 
     Attributes:

@@ -32,10 +32,10 @@ class DecayLM(LanguageExperiment):
     `--scale paper-410m` and `paper-1.45b` have the other sizes of Table 5. Groups: `core`, `all`, `all-ours` with our
     Toeplitz layer, and `released`, the rows that the authors ran in another form than they print.
 
-    Departures: the paper does not give the settings that `papers` marks, the clipping of the gradient, the width of the
-    GLU (8/3 of the model's, rounded up to 256), and what its loss is measured on (held-out documents here). 20,000
-    steps read 10.5B tokens, so the end of the training reads some rows again. The row `tpe/tnl` has no loss in the
-    paper's tables of 160M parameters.
+    Departures: the paper does not give the settings that `docs/papers.py` marks, the clipping of the gradient, the
+    width of the GLU (8/3 of the model's, rounded up to 256), and what its loss is measured on (held-out documents
+    here). 20,000 steps read 10.5B tokens, so the end of the training reads some rows again. The row `tpe/tnl` has no
+    loss in the paper's tables of 160M parameters.
     """
 
     scales: ClassVar = {

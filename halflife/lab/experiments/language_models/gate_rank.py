@@ -18,7 +18,7 @@ PAPER = LanguageSettings(
 class GateRankLM(LanguageExperiment):
     """GateRank's language models: Mamba-2 and Gated DeltaNet of ~760M parameters, each with GateRank and without.
 
-    Departures: the paper does not give the settings that `papers` marks, the heads, the width of values
+    Departures: the paper does not give the settings that `docs/papers.py` marks, the heads, the width of values
     (docs/design-space.md has our reading), and the number, bias and rate of GateRank's gates, which are those of
     `gate_rank`. Mistral's tokenizer has the 32,000 ids of flash-linear-attention's models, whose trainer the paper
     used.

@@ -38,7 +38,7 @@ def overview(data: Mapping[str, Any], chosen: Sequence[str] = ()) -> FigureData:
     """A dot for each model and quantity: hollow at the shorter length, filled at the longer one, with a line between.
 
     Dots are means, and small ones the seeds at the longer length. Where a model has no dots, words say why. A task that
-    no model has learned has no panel. `data` is that of `lab.experiments.evidence.overview_page.collect`.
+    no model has learned has no panel. `data` is that of `overview.joined`.
 
     Args:
         chosen: the models that are shown; none for all. The best in the first panel stand first, and those that did

@@ -1,4 +1,4 @@
-"""The settings of the papers' experiments, as the papers print them; `python -m halflife.lab.papers` writes the page.
+"""The settings of the papers' experiments, as the papers print them; `python docs/papers.py` writes the page.
 
 A test compares each value with the scale "paper" of the experiment. What else differs stands in the docstrings of the
 experiments, under "Departures".
@@ -15,8 +15,8 @@ from halflife.files import write_text
 from halflife.lab.experiments import EXPERIMENTS
 from halflife.report.table import Table
 
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
-BEGIN, END = "<!-- python -m halflife.lab.papers -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).parent / "settings.md"
+BEGIN, END = "<!-- python docs/papers.py -->\n", "<!-- end -->\n"
 
 
 @dataclass(frozen=True)
