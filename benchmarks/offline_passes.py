@@ -107,6 +107,19 @@ def _output(heads: int, size: int) -> list[Tensor]:
     return [rwkv7.rwkv7_output(o, s, v, gate, *(weight(heads * size) for _ in range(2)), 1e-3, torch.bfloat16)]
 
 
+def _values(heads: int, size: int) -> list[Tensor]:
+    from halflife.ops import rwkv7
+
+    v, first, rate = (leaf(BATCH, LENGTH, heads, size) for _ in range(3))
+    return [rwkv7.rwkv7_values(v, first, rate, weight(heads, size))]
+
+
+def _squared(channels: int) -> list[Tensor]:
+    from halflife.ops import rwkv7
+
+    return [rwkv7.relu_square(leaf(BATCH, LENGTH, channels))]
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _conv(2304, 4),
     "packed": lambda: _conv(2304, 4, packed=True, initial_state=leaf(BATCH, 2304, 3)),
@@ -122,6 +135,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "token_mix 1": lambda: _mixed(1),
     "rwkv7_keys 64": lambda: _keys(16, 64),
     "rwkv7_output 64": lambda: _output(16, 64),
+    "rwkv7_values 64": lambda: _values(16, 64),
+    "relu_square 4096": lambda: _squared(4096),
     "swiglu 2816": lambda: _swiglu(2816),
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),

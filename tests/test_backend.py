@@ -216,6 +216,8 @@ def test_info_says_why_not(monkeypatch):
         "token_mix",
         "rwkv7_keys",
         "rwkv7_output",
+        "rwkv7_values",
+        "relu_square",
         "add_rms_norm",
     }
     assert set(found["triton"][1]) == ours

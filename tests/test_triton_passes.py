@@ -227,6 +227,19 @@ def test_outputs_of_rwkv7(dtype, shape, few_tiles):
     check(run, tensors, dtype, wide=("weight", "bias", "s"))
 
 
+@crossed(strength=1, dtype=DTYPES, shape=HEADS)
+def test_values_and_channel_mix_of_rwkv7(dtype, shape, few_tiles):
+    draw = generator(shape)
+    sizes = {"v": shape, "first": shape, "rate": shape, "bias": shape[2:]}
+    tensors = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+    def run(backend, v, first, rate, bias):
+        mixed = rwkv7.rwkv7_values(strided(v), strided(first), strided(rate), bias, backend)
+        return [mixed, rwkv7.relu_square(strided(rate), backend)]
+
+    check(run, tensors, dtype, wide=("bias",))
+
+
 def test_norms_round_to_the_dtype_of_autocast():
     """So that no product casts their output again; the gradients are those of the rounded output."""
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
@@ -258,6 +271,8 @@ GIVEN = {
     "scale_heads": (X, torch.randn(2, 3, 2)),
     "rwkv7_keys": (X4, X4 + 1, X4 - 1, X4[0, 0], X4[0, 1], X4[0, 2], X4[1, 0], torch.float32),
     "rwkv7_output": (X4, X4[..., 0], X4 + 1, X4.flatten(2), *X4[0, :2].flatten(1), 1e-3, torch.bfloat16),
+    "rwkv7_values": (X4, X4 + 1, X4 - 1, X4[0, 0]),
+    "relu_square": (X,),
     "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32),
     "rotate": (torch.randn(2, 3, 2, 4), *(f(torch.randn(1, 3, 2)) for f in (torch.cos, torch.sin)), 1.0),
 }  # fmt: skip

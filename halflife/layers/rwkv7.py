@@ -15,7 +15,7 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.ops import dplr
-from halflife.ops.rwkv7 import bonus_of, rwkv7_keys, rwkv7_output, token_mix
+from halflife.ops.rwkv7 import bonus_of, relu_square, rwkv7_keys, rwkv7_output, rwkv7_values, token_mix
 from halflife.packing import Packing
 from halflife.precision import ROOMY, product_dtype
 
@@ -176,14 +176,13 @@ class RWKV7(Mixer):
         position = packing.positions(state.get("position"), x.device)
         previous, last = packing.delay(x, state.get("shift"))
         xs: dict[str, Tensor] = self.mu(x, previous)  # pyright: ignore[reportCallIssue]
-        r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
+        r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
         if self.stretch_gain:
             gain = log_stretch().exp().to(k.dtype)
             k, a, b = (x.to(r.dtype) for x in (gain * k, a, gain * b))
             bonus = [bonus_of(r, k, self._per_head(self.r_k))]
-        v = v.to(r.dtype)  # autocast leaves it in float32
         o, memory = dplr(
             r, k, v.to(ROOMY[v.dtype]), a, b, g, scale=1, initial_state=state.get("memory"),
             output_final_state=True, cu_seqlens=packing, **self.op_options,
@@ -193,14 +192,15 @@ class RWKV7(Mixer):
         return self.out_proj(y), {"shift": last, "memory": memory}
 
     def values(self, x: Tensor, shared: Shared | None) -> Tensor:
-        """`v [B, T, H·V]`, interpolated towards the values of the first layer, which `shared` holds."""
-        v = self.v_proj(x)
+        """`v [B, T, H, V]`, interpolated towards the values of the first layer, which `shared` holds."""
+        v = self._per_head(self.v_proj(x))
         if shared is None:
             return v
-        if self.value_lora is None:
-            shared["value"] = v
+        if self.value_lora is None or self.v0 is None:
+            shared["value"] = v.flatten(-2)
         elif "value" in shared:
-            return v + (shared["value"] - v) * (self.v0 + self.value_lora(x)).sigmoid()
+            first, rate, bias = (self._per_head(x) for x in (shared["value"], self.value_lora(x), self.v0))
+            return rwkv7_values(v, first, rate, bias, self.pass_backend)
         return v
 
     def keys(self, x: Tensor, x_iclr: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
@@ -254,7 +254,7 @@ class RWKV7ChannelMix(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         previous, last = packing.delay(x, state.get("shift"))
         (mixed,) = token_mix(x, previous, [self.mu], self.pass_backend)
-        y = self.v_proj(self.k_proj(mixed).relu().square())
+        y = self.v_proj(relu_square(self.k_proj(mixed), self.pass_backend))
         return y, {"shift": last}
 
 

@@ -158,3 +158,46 @@ for _backend in ("chunked", "reference"):
 def _triton_output(*given: Any) -> Tensor:
     *tensors, eps, dtype = given
     return triton.custom_op("rwkv7_output")(*tensors, eps, dtype or torch.promote_types(given[0].dtype, given[4].dtype))
+
+
+def rwkv7_values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
+    """RWKV-7's values in layers after the first, `v + (first − v) ⊙ σ(bias + rate)`, in the dtype of v.
+
+    Args:
+        v, first, rate: values, those of the first layer, and the activation of their weight, `[B, T, H, V]`.
+        bias: `[H, V]`.
+        backend: see `halflife.ops.fused`.
+    """
+    if v.is_cpu and backend == "auto":
+        return _values(v, first, rate, bias)
+    return run_pass("rwkv7_values", backend, (v, first, rate, bias))
+
+
+def _values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    return (v + (first - v) * (bias + rate).sigmoid()).to(v.dtype)
+
+
+def relu_square(x: Tensor, backend: str = "auto") -> Tensor:
+    """`relu(x)²`, between the two maps of RWKV-7's channel mix."""
+    return _relu_square(x) if x.is_cpu and backend == "auto" else run_pass("relu_square", backend, (x,))
+
+
+def _relu_square(x: Tensor) -> Tensor:
+    return x.relu().square()
+
+
+define("rwkv7_values", v="B T H V", first="B T H V", rate="B T H V", bias="H V")
+define("relu_square", x="... D")
+for _op, _expression in (("rwkv7_values", _values), ("relu_square", _relu_square)):
+    for _backend in ("chunked", "reference"):
+        implements(_op, _backend, _expression, traceable=True)
+
+
+@implements("rwkv7_values", "triton", why_not=why_not_triton)
+def _triton_values(*tensors: Tensor) -> Tensor:
+    return triton.custom_op("rwkv7_values")(*tensors)
+
+
+@implements("relu_square", "triton", why_not=triton.why_not_pass)
+def _triton_relu_square(x: Tensor) -> Tensor:
+    return triton.custom_op("relu_square")(x)

@@ -1,6 +1,6 @@
-"""RWKV-7's keys, as `ops.rwkv7.rwkv7_keys` defines them.
+"""RWKV-7's keys, and its values beside those of the first layer (`rwkv7_keys` and `rwkv7_values` of `ops.rwkv7`).
 
-A program has one head of some tokens. The backward pass computes the forward pass again. Gradients of the four
+A program has one head of some tokens. The backward pass computes the forward pass again. Gradients of
 parameters are summed over the tokens of a program, and then over programs by torch.
 """
 
@@ -108,6 +108,26 @@ def _keys_back_kernel(
         tl.store(sums + place + 3 * heads * size, dbonus, mask=here)
 
 
+def of_heads(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """Tensors `[B, T, H, K]` as rows of all channels, and the strides of these; 0 for None."""
+    pairs = [(None, 0) if x is None else as_rows(x, x.shape[2] * x.shape[3]) for x in tensors]
+    return [x for x, _ in pairs], [stride for _, stride in pairs]
+
+
+def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def tiles_of(x: Tensor, backward: bool) -> tuple[tuple[int, int, int], int, int, dict[str, int]]:
+    """Tokens, H and K of `x [B, T, H, K]`, the programs a head, the tiles of each, and the options of a launch."""
+    tokens, heads, size = x.shape[0] * x.shape[1], x.shape[2], x.shape[3]
+    columns = max(16, triton.next_power_of_2(size))
+    rows = max(1, TILE // columns)
+    tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), max(1, PROGRAMS // heads))) if backward else 1
+    tile = {"BR": rows, "BC": columns, "num_warps": max(4, min(16, columns // 256))}
+    return (tokens, heads, size), triton.cdiv(tokens, rows * tiles), tiles, tile
+
+
 def _keys(
     key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor, bonus: Tensor | None,
     dtype: torch.dtype,
@@ -141,26 +161,6 @@ def _keys_backward(
     return dkey, drate, dr, sums.sum(0)
 
 
-def of_heads(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
-    """Tensors `[B, T, H, K]` as rows of all channels, and the strides of these; 0 for None."""
-    pairs = [(None, 0) if x is None else as_rows(x, x.shape[2] * x.shape[3]) for x in tensors]
-    return [x for x, _ in pairs], [stride for _, stride in pairs]
-
-
-def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-def tiles_of(x: Tensor, backward: bool) -> tuple[tuple[int, int, int], int, int, dict[str, int]]:
-    """Tokens, H and K of `x [B, T, H, K]`, the programs a head, the tiles of each, and the options of a launch."""
-    tokens, heads, size = x.shape[0] * x.shape[1], x.shape[2], x.shape[3]
-    columns = max(16, triton.next_power_of_2(size))
-    rows = max(1, TILE // columns)
-    tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), max(1, PROGRAMS // heads))) if backward else 1
-    tile = {"BR": rows, "BC": columns, "num_warps": max(4, min(16, columns // 256))}
-    return (tokens, heads, size), triton.cdiv(tokens, rows * tiles), tiles, tile
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[:7])
 
@@ -176,3 +176,85 @@ def _grad(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
 
 _gradients = declare("triton_rwkv7_keys_backward", _keys_backward)
 declare("triton_rwkv7_keys", _keys).register_autograd(_grad, setup_context=_save)
+
+
+@triton.jit
+@no_type_check
+def _values_kernel(
+    v, first, rate, bias, out, tokens, heads, size, v_t, first_t, rate_t, BR: tl.constexpr, BC: tl.constexpr
+):
+    h = tl.program_id(0) % heads
+    rows = (tl.program_id(0) // heads) * BR + tl.arange(0, BR)
+    cols = tl.arange(0, BC)
+    here = cols < size
+    inside = (rows < tokens)[:, None] & here[None, :]
+    at = h * size + cols
+    part = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
+    own = entries(v, rows, v_t, at, inside)
+    own += (entries(first, rows, first_t, at, inside) - own) * part
+    tl.store(out + rows.to(tl.int64)[:, None] * heads * size + at[None, :], own.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _values_back_kernel(
+    v, first, rate, bias, dout, dv, dfirst, drate, sums, tokens, heads, size, v_t, first_t, rate_t, tiles,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0) % heads
+    block = (tl.program_id(0) // heads).to(tl.int64)
+    cols = tl.arange(0, BC)
+    here = cols < size
+    at = h * size + cols
+    dbias = tl.zeros([BC], tl.float32)
+    for i in range(tiles):
+        rows = (block * tiles + i) * BR + tl.arange(0, BR)
+        inside = (rows < tokens)[:, None] & here[None, :]
+        place = rows[:, None] * heads * size + at[None, :]
+        part = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
+        d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dv + place, (d * (1 - part)).to(dv.dtype.element_ty), mask=inside)
+        tl.store(dfirst + place, (d * part).to(dfirst.dtype.element_ty), mask=inside)
+        d *= entries(first, rows, first_t, at, inside) - entries(v, rows, v_t, at, inside)
+        d *= part * (1 - part)
+        tl.store(drate + place, d.to(drate.dtype.element_ty), mask=inside)
+        dbias += tl.sum(d, 0)
+    tl.store(sums + block * heads * size + at, dbias, mask=here)
+
+
+def _values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    """`v + (first − v) ⊙ σ(bias + rate)` of `[B, T, H, V]`, in the dtype of v."""
+    out = v.new_empty(v.shape)
+    if v.numel():
+        given, strides = of_heads(v, first, rate)
+        size, blocks, _, tile = tiles_of(v, False)
+        launch(_values_kernel, (blocks * size[1],))(*given, bias.contiguous(), out, *size, *strides, **tile)
+    return out
+
+
+def _values_backward(
+    dout: Tensor, v: Tensor, first: Tensor, rate: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dv, dfirst, drate = (x.new_empty(x.shape) for x in (v, first, rate))
+    size, blocks, tiles, tile = tiles_of(v, True)
+    sums = v.new_empty(blocks, *bias.shape, dtype=torch.float32)
+    if v.numel():
+        given, strides = of_heads(v, first, rate)
+        launch(_values_back_kernel, (blocks * size[1],))(
+            *given, bias.contiguous(), dout, dv, dfirst, drate, sums, *size, *strides, tiles, **tile
+        )
+    return dv, dfirst, drate, sums.sum(0)
+
+
+def _save_all(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _values_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+    only_first_derivatives()
+    *found, dbias = _of_values(dout.contiguous(), *ctx.saved_tensors)
+    return *found, dbias.to(ctx.saved_tensors[3].dtype)
+
+
+_of_values = declare("triton_rwkv7_values_backward", _values_backward)
+declare("triton_rwkv7_values", _values).register_autograd(_values_grad, setup_context=_save_all)

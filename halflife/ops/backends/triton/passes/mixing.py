@@ -1,6 +1,7 @@
 """RWKV's mixtures of a token with the one before it: up to six outputs from one pass over both (`ops.rwkv7.token_mix`).
 
-Each output has a tensor of its own, because products read them, and their gradients come one by one.
+Each output has a tensor of its own, because products read them, and their gradients come one by one. The square of ReLU
+is that of RWKV's channel mix (`ops.rwkv7.relu_square`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from halflife.ops.backends.triton.op import declare
 
 MOST = 6  # outputs, for which the kernels have arguments
 ROWS, COLUMNS = 16, 64  # tokens and channels of a tile
+BLOCK = 1024  # entries of a program of ReLU²
 PROGRAMS = 128  # programs a block of channels, at most, in the backward pass
 
 
@@ -161,3 +163,50 @@ def _grad(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
 
 _gradients = declare("triton_token_mix_backward", _mixed_backward)
 declare("triton_token_mix", _mixed).register_autograd(_grad, setup_context=_save)
+
+
+@triton.jit
+@no_type_check
+def _square_kernel(x, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    positive = tl.where(given <= 0, 0.0, given)  # NaN stays NaN
+    tl.store(out + at, (positive * positive).to(out.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+@no_type_check
+def _square_back_kernel(x, dout, dx, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    positive = tl.where(given <= 0, 0.0, given)  # NaN stays NaN
+    d = 2 * positive * tl.load(dout + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(dx + at, d.to(dx.dtype.element_ty), mask=at < count)
+
+
+def _square(x: Tensor) -> Tensor:
+    """`relu(x)²`."""
+    out = x.new_empty(x.shape)
+    if x.numel():
+        launch(_square_kernel, (triton.cdiv(x.numel(), BLOCK),))(x.contiguous(), out, x.numel(), BLOCK=BLOCK)
+    return out
+
+
+def _square_backward(dout: Tensor, x: Tensor) -> Tensor:
+    dx = x.new_empty(x.shape)
+    if x.numel():
+        launch(_square_back_kernel, (triton.cdiv(x.numel(), BLOCK),))(x.contiguous(), dout, dx, x.numel(), BLOCK=BLOCK)
+    return dx
+
+
+def _square_save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _square_grad(ctx: Any, dout: Tensor) -> Tensor:
+    only_first_derivatives()
+    return _of_square(dout.contiguous(), *ctx.saved_tensors)
+
+
+_of_square = declare("triton_relu_square_backward", _square_backward)
+declare("triton_relu_square", _square).register_autograd(_square_grad, setup_context=_square_save)
