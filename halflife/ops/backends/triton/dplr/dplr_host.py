@@ -20,7 +20,7 @@ from halflife.ops.backends.triton.segments import Segments, architecture, block,
 from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
 CHUNK, EXACT_CHUNK = 32, 16  # tokens of a chunk: smaller ones need more states, and larger ones more registers
-ROWS = 32  # channels of a program of gradients
+ROWS = 16  # channels of a program of gradients; 32 spill 300 times
 
 
 class Reduced(NamedTuple):
@@ -61,10 +61,6 @@ class Operands(NamedTuple):
     @property
     def chunks(self) -> int:
         return self.segments.count * (self.segments.length // self.chunk)
-
-    def rows(self, back: bool) -> int:
-        """Channels of a program of gradients. 16 do not spill, and take longer but for q and a under a vector decay."""
-        return ROWS if back or self.g is None or self.g.ndim == 3 else ROWS // 2
 
     def places(self) -> tuple:
         """Where the tokens are."""
@@ -168,11 +164,11 @@ def _inputs(
     """The gradients of q and a and a part of that of g, or those of k, b and g (`back`)."""
     batch, length, heads, value = x.v.shape
     if x.chunks * heads:
-        (table, *places, _), key, rows = x.places(), x.q.shape[3], x.rows(back)
-        launch(inputs_kernel, (x.chunks, heads * triton.cdiv(key, rows)))(
+        (table, *places, _), key = x.places(), x.q.shape[3]
+        launch(inputs_kernel, (x.chunks, heads * triton.cdiv(key, ROWS)))(
             x.q, x.k, x.a, x.b, x.g, values, corrected, dscores, states, others, *grads, table, x.scale, *places,
             batch * length, heads, *x.shared(), *values.stride()[1:3], **x.constants(), V=value, BACK=back,
-            BK=block(key, rows), BV=block(value), num_warps=2,
+            BK=ROWS, BV=block(value), num_warps=2,
         )  # fmt: skip
 
 

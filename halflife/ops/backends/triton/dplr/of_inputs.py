@@ -74,7 +74,7 @@ def scores_kernel(
 @no_type_check
 def _scores(at, which, chosen, cc, C: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr):
     """Load the chosen ones of the gradients of a kind of scores, or of their transpose (BACK)."""
-    found = tl.load(at + which * C * C + cc[:, None] * C + cc[None, :], mask=chosen, other=0.0)
+    found = tl.where(chosen, tl.load(at + which * C * C + cc[:, None] * C + cc[None, :]), 0.0)
     if BACK:
         found = tl.trans(found)
     return factor(found, DTYPE)
@@ -149,28 +149,29 @@ def inputs_kernel(
         chosen = of_pass(ii, jj, mild[:, None], level, LEVELS)
         apart = chosen & (ii != jj + 1)
         none = tl.zeros([C, BK], tl.float32)
-        asked = factor(qs.to(tl.float32) * (last * weights), DTYPE)
-        read = factor(gave.to(tl.float32) * weights, DTYPE)
-        keys = factor(ks.to(tl.float32) * left, DTYPE)
-        written = factor(wrote.to(tl.float32) * left, DTYPE)
         if BACK:
+            asked = factor(qs.to(tl.float32) * (last * weights), DTYPE)
+            read = factor(gave.to(tl.float32) * weights, DTYPE)
             found = product(_scores(dscores, 0, chosen, cc, C, DTYPE, True), asked, none, PRECISION)
-            found = product(_scores(dscores, 2, apart, cc, C, DTYPE, True), read, found, PRECISION)
-            dxs += found * left
-            later -= found * keys.to(tl.float32)
+            found = product(_scores(dscores, 2, apart, cc, C, DTYPE, True), read, found, PRECISION) * left
+            dxs += found
+            later -= found * ks.to(tl.float32)
             found = product(_scores(dscores, 1, chosen, cc, C, DTYPE, True), asked, none, PRECISION)
-            found = product(_scores(dscores, 3, apart, cc, C, DTYPE, True), read, found, PRECISION)
-            dzs += found * left
-            later -= found * written.to(tl.float32)
+            found = product(_scores(dscores, 3, apart, cc, C, DTYPE, True), read, found, PRECISION) * left
+            dzs += found
+            later -= found * wrote.to(tl.float32)
         else:
+            keys = factor(ks.to(tl.float32) * left, DTYPE)
+            written = factor(wrote.to(tl.float32) * left, DTYPE)
             found = product(_scores(dscores, 0, chosen, cc, C, DTYPE, False), keys, none, PRECISION)
             found = product(_scores(dscores, 1, chosen, cc, C, DTYPE, False), written, found, PRECISION)
-            dxs += found * (weights * last)
-            later += found * asked.to(tl.float32)
+            found *= weights * last
+            dxs += found
+            later += found * qs.to(tl.float32)
             found = product(_scores(dscores, 2, apart, cc, C, DTYPE, False), keys, none, PRECISION)
-            found = product(_scores(dscores, 3, apart, cc, C, DTYPE, False), written, found, PRECISION)
-            dzs += found * weights
-            sooner += found * read.to(tl.float32)
+            found = product(_scores(dscores, 3, apart, cc, C, DTYPE, False), written, found, PRECISION) * weights
+            dzs += found
+            sooner += found * gave.to(tl.float32)
     # Pairs that no log-decay weighs: of a query with its own token, and of a with the token before.
     own = tl.load(dscores + cc * (C + 1)).to(tl.float32)[:, None]
     own_b = tl.load(dscores + C * C + cc * (C + 1)).to(tl.float32)[:, None]
