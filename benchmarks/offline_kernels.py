@@ -87,6 +87,8 @@ def captured(launches: list[Launch], compile_for: str = "sm_90") -> Iterator[lis
         bound = dict(zip(function.arg_names, args, strict=False))
         bound |= {name: options.pop(name) for name in list(options) if name in function.arg_names}
         size = grid(bound) if callable(grid) else grid
+        # Tensors that this list held would count as in use, and autograd would copy gradients.
+        bound = {name: x.detach() if isinstance(x, Tensor) else x for name, x in bound.items()}
         launches.append(Launch(function, tuple(int(x) for x in size), bound, options))
 
     def first(tuner: Any, *args: Any, **options: Any) -> None:

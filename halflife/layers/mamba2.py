@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -27,10 +30,17 @@ class Skip(Float32Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.D)
 
-    def forward(self, y: Tensor | None = None, x: Tensor | None = None) -> Tensor:
-        """`y + D ⊙ x` for `y, x [B, T, H, V]`. Without them it returns D `[H]`, for an op that adds the product."""
+    def forward(
+        self, y: Tensor | None = None, x: Tensor | None = None, norm: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """`y + D ⊙ x` for `y, x [B, T, H, V]`, of which `norm(y, skip=(D, x))` may take the parts.
+
+        Without y and x it returns D `[H]`, for an op that adds the product.
+        """
         if y is None or x is None:
             return self.D.clone()  # the parameter itself may be freed after this call, by FSDP for example
+        if norm is not None:
+            return norm(y, skip=(self.D, x))
         return torch.addcmul(y, self.D.unsqueeze(-1).to(y.dtype), x.to(y.dtype))
 
 
@@ -122,7 +132,7 @@ class Mamba2(HasMemory, Mixer):
         y, memory = self.memory(
             x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
         )
-        y = self.norm(y.flatten(-2), z, skip=(self.skip(), values.flatten(-2)))
+        y = self.skip(y.flatten(-2), values.flatten(-2), partial(self.norm, z=z))
         return self.out_proj(y), {"conv": conv, **memory}
 
     def _token(

@@ -158,13 +158,17 @@ class GateRank(nn.Module):
         )  # fmt: skip
         assert final is not None
         if self.training and x.shape[1]:  # no tokens have no segments
-            self._count(g_slow.detach(), final[0].detach(), final[1].detach())
+            self._count(g_slow.detach(), final[0].detach(), final[1].detach(), packing)
         return o, {"memory": final[0], "slow": final[1], "slow_conv": conv}
 
-    def _count(self, g_slow: Tensor, fast: Tensor, slow: Tensor) -> None:
-        resets, tokens = (g_slow != 0).sum(), g_slow.new_tensor(g_slow.numel())
-        segments = resets + fast.shape[0] * fast.shape[1]
-        sums = torch.stack([resets, segments, tokens, fast.square().sum(), slow.square().sum()]).float()
+    def _count(self, g_slow: Tensor, fast: Tensor, slow: Tensor, packing: Packing) -> None:
+        fast, slow, states = fast.float().flatten(), slow.float().flatten(), fast.shape[:2]
+        squares = torch.dot(fast, fast), torch.dot(slow, slow)
+        key = "sizes", g_slow.shape, states, fast.device
+        if key not in packing.kept:
+            packing.kept[key] = fast.new_full((), g_slow.numel()), fast.new_full((), states.numel())
+        sizes = packing.kept[key]
+        sums = torch.stack([torch.linalg.vector_norm(g_slow, 0).float(), *sizes, *squares])
         self.counts = sums if self.counts is None else self.counts + sums
 
     def statistics(self) -> dict[str, float]:
@@ -177,7 +181,8 @@ class GateRank(nn.Module):
         """
         if self.counts is None:
             return {}
-        resets, segments, tokens, fast, slow = self.counts.tolist()
+        resets, tokens, sequences, fast, slow = self.counts.tolist()
+        segments = resets + sequences
         self.counts = None
         return {
             "reset_rate": resets / max(tokens, 1), "segment_length": tokens / max(segments, 1),
