@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from halflife.ops.backends import triton
 from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.decays import SumDecay, Weighted, running_norms
 from halflife.ops.koopman.layout import arrange
@@ -31,6 +32,8 @@ def run(
 ) -> tuple[Tensor, KoopmanMemory, Count]:
     """Read and write the tokens of `call`. `read` takes the place of products of torch, see `triton.read_operators`."""
     line, dtype = Timeline(call, memory), memory.last.dtype
+    if read is not None and _summed_by_kernel(line, call):
+        return _run_fresh(line, call, memory, readout, read)
     call = replace(call, k=call.k.to(dtype), v=call.v.to(dtype))
     placed, chunks, tokens = arrange(line, call, memory)
     joined, norms = line.running_sums(tokens, memory.sums)
@@ -41,10 +44,8 @@ def run(
         entering = entering._replace(norm=line.largest(chunks.square().sum(-1).amax(-1), memory.sums.norm))
     memory = line.memory_after(leaving, placed, memory)
     if read is not None:
-        queries = line.place(call.q).unflatten(1, (line.chunks, line.size))
-        settings = readout.gamma.flatten(), readout.weights.flatten(1), readout.ridge
-        y, retries = read(queries, joined, entering.norm, *settings)
-        return line.restore(y), memory, retries
+        y, retries = line.read(call.q, joined, entering.norm, readout, read)
+        return y, memory, retries
     queries = line.split(line.place(call.q)).flatten(0, 1)
     entering, retries = Sums(*(x.flatten(0, 1) for x in entering)), 0
     if torch.compiler.is_exporting():
@@ -53,6 +54,23 @@ def run(
         y, retries = readout.read(entering, queries)
     y = y.unflatten(0, (line.chunks, line.rows)).permute(1, 0, 3, 2, 4)
     return line.restore(y), memory, retries
+
+
+def _summed_by_kernel(line: Timeline, call: KoopmanCall) -> bool:
+    """Whether a Triton kernel can take the sums: from no state, and in 16 bits, whose products are exact in TF32."""
+    narrow = call.k.dtype.itemsize == call.v.dtype.itemsize == 2
+    return line.fresh and narrow and call.g is None and call.normalization != "sequence"
+
+
+def _run_fresh(
+    line: Timeline, call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout, read: Reader
+) -> tuple[Tensor, KoopmanMemory, Count]:
+    """`run` without decays from no state, with sums by a Triton kernel."""
+    joined, norms, *parts, last = triton.custom_op("koopman_sums")(call.k, call.v, line.size, line.chunks)
+    entering = _sums(joined, norms).normalized(call.normalization, line.spread(memory.sums.norm))
+    leaving = Sums(*parts).normalized(call.normalization, memory.sums.norm)
+    y, retries = line.read(call.q, joined, entering.norm, readout, read)
+    return y, line.memory_after(leaving, (call.k, call.v, None), memory, last), retries
 
 
 class Timeline:
@@ -124,6 +142,14 @@ class Timeline:
             return y[:, : self.shape[1]]
         return y.flatten(0, 1).index_select(0, self.slots).unflatten(0, self.shape)
 
+    def read(
+        self, q: Tensor, joined: Tensor, norms: Tensor, readout: KoopmanReadout, read: Reader
+    ) -> tuple[Tensor, Count]:
+        """The outputs `[B, T, H, P]` of queries `[B, T, H, R]` that read sums and m² of chunks."""
+        queries = self.place(q).unflatten(1, (self.chunks, self.size))
+        y, retries = read(queries, joined, norms, readout.gamma.flatten(), readout.weights.flatten(1), readout.ridge)
+        return self.restore(y), retries
+
     def running_sums(self, tokens: Weighted, initial: Sums) -> tuple[Tensor, Tensor]:
         """The sums `[G M Cᵀ]` entering each chunk, `[n, rows, …]`, and their m²; of rows, those after all as well."""
         rank, width = tokens.keys.shape[-1], tokens.values.shape[-1]
@@ -170,17 +196,20 @@ class Timeline:
         return self.spread(first.scatter_reduce(0, of_chunk, norms[:, 0], "amax"))
 
     def memory_after(
-        self, leaving: Sums, timelines: tuple[Tensor, Tensor, Tensor | None], memory: KoopmanMemory
-    ) -> KoopmanMemory:
-        """The memory after all tokens, with the sums of all full chunks."""
+        self, leaving: Sums, timelines: tuple[Tensor, Tensor, Tensor | None], memory: KoopmanMemory,
+        last: Tensor | None = None,
+    ) -> KoopmanMemory:  # fmt: skip
+        """The memory after all tokens, with the sums of all full chunks, and their last key if it is known."""
         if not self.fresh:
             return memory_after(leaving, timelines, self.first * self.size, self.total, memory)
         whole = self.shape[1] // self.size * self.size
         left, room = self.shape[1] - whole, self.size - 1
         waiting = [
-            None if x is None else F.pad(x[:, whole : whole + left], (0, 0, 0, 0, 0, room - left)) for x in timelines
+            None if x is None else F.pad(x[:, whole : whole + left].to(memory.last.dtype), (0, 0, 0, 0, 0, room - left))
+            for x in timelines
         ]
-        last = timelines[0][:, whole - 1] if whole else memory.last.clone()
+        if last is None:
+            last = timelines[0][:, whole - 1] if whole else memory.last.clone()
         return KoopmanMemory(
             leaving, last, waiting[0], waiting[1], torch.full_like(memory.pending, left), pending_decays=waiting[2]  # type: ignore[arg-type]
         )  # fmt: skip

@@ -44,9 +44,10 @@ class KoopmanReadout:
     def weights(self) -> Tensor:
         if self.mix.ndim == 4:
             return self.mix
-        middle = self.mix.new_zeros(max(self.power - 1, 0), *self.mix.shape)
-        ends = torch.stack([1 - self.mix, self.mix])
-        return torch.cat([ends[:1], middle, ends[1:]]) if self.power else ends.sum(0, keepdim=True)
+        first = 1 - self.mix
+        if not self.power:
+            return (first + self.mix).unsqueeze(0)
+        return torch.stack([first, *(torch.zeros_like(first) for _ in range(self.power - 1)), self.mix])
 
     def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Count]:
         """Read operators with `q [n, H, S, R]` through Cholesky factors; `norm [n, H]` replaces the m² of `sums`.

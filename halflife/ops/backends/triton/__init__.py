@@ -90,7 +90,7 @@ def _names(dtypes) -> str:
 def load() -> None:
     """Import the kernels and declare their ops."""
     passes = (f"passes.{name}" for name in ("convolution", "norms", "products", "mixing", "keys", "outputs", "token"))
-    for name in ("op", "step", "laws", "post", "koopman", *passes):
+    for name in ("op", "step", "laws", "post", "koopman", "koopman_sums", *passes):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 

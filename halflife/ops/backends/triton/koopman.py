@@ -248,9 +248,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     *tensors, ctx.ridge, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
-def _grad(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+def _grad(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dy is None:
+        return (None,) * 7
     if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
         raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
     *grads, dsettings = torch.ops.halflife.triton_koopman_backward(dy.contiguous(), *ctx.saved_tensors, ctx.ridge)
