@@ -84,10 +84,12 @@ def _rotated(heads: int, key: int, pairs: int) -> list[Tensor]:
     return [fused.rotate(leaf(BATCH, LENGTH, heads, key), cos, sin)]
 
 
-def _mixed(count: int) -> tuple[Tensor, ...]:
+def _mixed(count: int, packed: bool = False) -> tuple[Tensor, ...]:
     from halflife.ops import rwkv7
 
-    x, before = (leaf(BATCH, LENGTH, 1024, dtype=torch.float32) for _ in range(2))
+    x, before = leaf(BATCH, LENGTH, 1024, dtype=torch.float32), None
+    if packed:
+        before = leaf(BATCH, LENGTH, 1024, dtype=torch.float32)
     return rwkv7.token_mix(x, before, [weight(1024) for _ in range(count)])
 
 
@@ -132,6 +134,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "gated_head_norm 128": lambda: _norm("gated_head_norm", 1024, 1e-5, heads=8),
     "l2_normalize 64": lambda: _norm("l2_normalize", 1024, heads=16, gate=False),
     "token_mix 6": lambda: _mixed(6),
+    "token_mix 6, packed": lambda: _mixed(6, packed=True),
     "token_mix 1": lambda: _mixed(1),
     "rwkv7_keys 64": lambda: _keys(16, 64),
     "rwkv7_output 64": lambda: _output(16, 64),

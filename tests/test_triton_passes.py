@@ -14,7 +14,7 @@ if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.triton.passes import convolution, keys, norms
+from halflife.ops.backends.triton.passes import convolution, keys, mixing, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -171,15 +171,20 @@ def test_rotations(dtype, pairs, rest, batch, rows, length):
     check(run, {"x": x}, dtype)
 
 
-@crossed(strength=1, count=[3, 1, 6], dtype=DTYPES, shape=[(2, 5, 7), (1, 0, 3)])
-def test_mixtures_of_tokens(count, dtype, shape):
-    """Of tokens with those before them, which have other strides."""
+@crossed(
+    strength=1, count=[3, 1, 6], dtype=DTYPES, shape=[(2, 5, 7), (3, 1, 2), (1, 0, 3)], kind=["given", "first", "none"]
+)
+def test_mixtures_of_tokens(count, dtype, shape, kind, monkeypatch):
+    """Of tokens with those before them, which are given with other strides, or are in x but for the first ones."""
+    monkeypatch.setattr(mixing, "ROWS", 4)
     draw = generator(count)
-    tensors = {"x": shape, "before": shape, "mu": (count, shape[2])}
+    given = {"given": shape, "first": (shape[0], shape[2])}
+    tensors = {"x": shape, "mu": (count, shape[2])} | ({"before": given[kind]} if kind in given else {})
     tensors = {name: torch.randn(size, generator=draw) for name, size in tensors.items()}
 
-    def run(backend, x, before, mu):
-        before = torch.cat([before, before[:, :1]], 1)[:, : shape[1]]
+    def run(backend, x, mu, before=None):
+        if kind == "given":
+            before = torch.cat([before, before[:, :1]], 1)[:, : shape[1]]
         return rwkv7.token_mix(strided(x), before, mu.unbind(), backend)
 
     check(run, tensors, dtype, wide=("mu",))
@@ -273,6 +278,7 @@ GIVEN = {
     "rwkv7_output": (X4, X4[..., 0], X4 + 1, X4.flatten(2), *X4[0, :2].flatten(1), 1e-3, torch.bfloat16),
     "rwkv7_values": (X4, X4 + 1, X4 - 1, X4[0, 0]),
     "relu_square": (X,),
+    "token_mix of one tensor": (X, X[:, 0], torch.randn(1, 4), torch.float32),
     "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32),
     "rotate": (torch.randn(2, 3, 2, 4), *(f(torch.randn(1, 3, 2)) for f in (torch.cos, torch.sin)), 1.0),
 }  # fmt: skip
@@ -283,7 +289,7 @@ def test_as_custom_ops(name):
     """What torch.compile and autograd rely on: schemas, shapes of fake tensors, and registered gradients."""
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     given = [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in GIVEN[name]]
-    torch.library.opcheck(triton.custom_op(name), given, test_utils=checks)
+    torch.library.opcheck(triton.custom_op(name.split()[0]), given, test_utils=checks)
 
 
 def test_second_derivatives_are_refused():

@@ -55,8 +55,8 @@ class TokenShift(nn.ParameterDict):
     pass_backend = "auto"  # see `set_backend`
     __call__ = nn.Module.__call__  # torch's dict of parameters refuses calls
 
-    def forward(self, x: Tensor, before: Tensor) -> dict[str, Tensor]:
-        """Tokens `x [B, T, D]` and those before them `[B, T, D]` → the input of each map by its name."""
+    def forward(self, x: Tensor, before: Tensor | None) -> dict[str, Tensor]:
+        """Tokens `x [B, T, D]` and those before them, as in `token_mix` → the input of each map by its name."""
         return dict(zip(self, token_mix(x, before, [*self.values()], self.pass_backend), strict=True))
 
 
@@ -174,8 +174,8 @@ class RWKV7(Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
-        previous, last = packing.delay(x, state.get("shift"))
-        xs: dict[str, Tensor] = self.mu(x, previous)  # pyright: ignore[reportCallIssue]
+        before, last = _shifted(x, state.get("shift"), packing)
+        xs: dict[str, Tensor] = self.mu(x, before)  # pyright: ignore[reportCallIssue]
         r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
@@ -252,10 +252,17 @@ class RWKV7ChannelMix(Mixer):
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        previous, last = packing.delay(x, state.get("shift"))
-        (mixed,) = token_mix(x, previous, [self.mu], self.pass_backend)
+        before, last = _shifted(x, state.get("shift"), packing)
+        (mixed,) = token_mix(x, before, [self.mu], self.pass_backend)
         y = self.v_proj(relu_square(self.k_proj(mixed), self.pass_backend))
         return y, {"shift": last}
+
+
+def _shifted(x: Tensor, first: Tensor | None, packing: Packing) -> tuple[Tensor | None, Tensor]:
+    """What precedes the tokens of x, as `token_mix` takes it, and the last token of each sequence `[N, D]`."""
+    if packing.cu_seqlens is not None or not x.shape[1]:
+        return packing.delay(x, first)
+    return None if first is None else first.to(x.dtype), x[:, -1]
 
 
 def _shift_start(size: int, exponent: float) -> Tensor:

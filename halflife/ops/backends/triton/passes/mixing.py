@@ -33,6 +33,22 @@ def _entries(x, rows, cols, inside, T, x_b, x_t):
 
 @triton.jit
 @no_type_check
+def _earlier(x, before, rows, cols, inside, T, x_b, x_t, before_b, before_t, OWN: tl.constexpr):
+    """Load the token before each one: that of `before`, or of x itself, where `before` precedes the first ones."""
+    if OWN:
+        begins = (rows % T == 0)[:, None]
+        place = (rows // T).to(tl.int64) * x_b + (rows % T - 1).to(tl.int64) * x_t
+        old = tl.load(x + place[:, None] + cols[None, :], mask=inside & (begins == 0), other=0.0).to(tl.float32)
+        if before is not None:
+            place = (rows // T).to(tl.int64) * before_b
+            old += tl.load(before + place[:, None] + cols[None, :], mask=inside & begins, other=0.0).to(tl.float32)
+    else:
+        old = _entries(before, rows, cols, inside, T, before_b, before_t)
+    return old
+
+
+@triton.jit
+@no_type_check
 def _mix(out, mu, now, change, place, cols, inside, D, i: tl.constexpr):
     """Store output i, if there is one."""
     if out is not None:
@@ -59,6 +75,7 @@ def _mix_kernel(
     x_t,
     before_b,
     before_t,
+    OWN: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -67,7 +84,7 @@ def _mix_kernel(
     cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
     inside = (rows < tokens)[:, None] & (cols < D)[None, :]
     now = _entries(x, rows, cols, inside, T, x_b, x_t)
-    change = _entries(before, rows, cols, inside, T, before_b, before_t) - now
+    change = _earlier(x, before, rows, cols, inside, T, x_b, x_t, before_b, before_t, OWN) - now
     place = rows.to(tl.int64)[:, None] * D + cols[None, :]
     _mix(o0, mu, now, change, place, cols, inside, D, 0)
     _mix(o1, mu, now, change, place, cols, inside, D, 1)
@@ -79,22 +96,29 @@ def _mix_kernel(
 
 @triton.jit
 @no_type_check
-def _add(dout, mu, all, old, sums, change, place, cols, inside, slots, D, i: tl.constexpr):
-    """Add the gradient of output i to those of both tokens together, of the token before, and of μ."""
+def _add(
+    dout, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN: tl.constexpr, i: tl.constexpr
+):
+    """Add the gradient of output i to those of both tokens together, of the token before, and of μ.
+
+    `later` is that of the token before, at the token after this one.
+    """
     if dout is not None:
         d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
         factor = tl.load(mu + i * D + cols, mask=cols < D, other=0.0).to(tl.float32)
         all += d
         old += d * factor[None, :]
+        if OWN:
+            later += tl.load(dout + place + D, mask=follows, other=0.0).to(tl.float32) * factor[None, :]
         sums += tl.where((slots == i)[:, None], tl.sum(d * change, 0)[None, :], 0.0)
-    return all, old, sums
+    return all, old, later, sums
 
 
 @triton.jit
 @no_type_check
 def _mix_back_kernel(
     x, before, mu, d0, d1, d2, d3, d4, d5, dx, dbefore, dmu, tokens, T, D, x_b, x_t, before_b, before_t, count, tiles,
-    BR: tl.constexpr, BC: tl.constexpr,
+    OWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(D, BC)
     block = (tl.program_id(0) // groups).to(tl.int64)
@@ -104,50 +128,81 @@ def _mix_back_kernel(
     for i in range(tiles):
         rows = (block * tiles + i) * BR + tl.arange(0, BR)
         inside = (rows < tokens)[:, None] & (cols < D)[None, :]
-        change = _entries(before, rows, cols, inside, T, before_b, before_t)
+        follows = inside & (rows % T != T - 1)[:, None]
+        change = _earlier(x, before, rows, cols, inside, T, x_b, x_t, before_b, before_t, OWN)
         change -= _entries(x, rows, cols, inside, T, x_b, x_t)
         place = rows[:, None] * D + cols[None, :]
         all = tl.zeros([BR, BC], tl.float32)
         old = tl.zeros([BR, BC], tl.float32)
-        all, old, sums = _add(d0, mu, all, old, sums, change, place, cols, inside, slots, D, 0)
-        all, old, sums = _add(d1, mu, all, old, sums, change, place, cols, inside, slots, D, 1)
-        all, old, sums = _add(d2, mu, all, old, sums, change, place, cols, inside, slots, D, 2)
-        all, old, sums = _add(d3, mu, all, old, sums, change, place, cols, inside, slots, D, 3)
-        all, old, sums = _add(d4, mu, all, old, sums, change, place, cols, inside, slots, D, 4)
-        all, old, sums = _add(d5, mu, all, old, sums, change, place, cols, inside, slots, D, 5)
-        tl.store(dx + place, (all - old).to(dx.dtype.element_ty), mask=inside)
-        tl.store(dbefore + place, old.to(dbefore.dtype.element_ty), mask=inside)
+        later = tl.zeros([BR, BC], tl.float32)
+        all, old, later, sums = _add(
+            d0, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 0
+        )
+        all, old, later, sums = _add(
+            d1, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 1
+        )
+        all, old, later, sums = _add(
+            d2, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 2
+        )
+        all, old, later, sums = _add(
+            d3, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 3
+        )
+        all, old, later, sums = _add(
+            d4, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 4
+        )
+        all, old, later, sums = _add(
+            d5, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 5
+        )
+        tl.store(dx + place, (all - old + later).to(dx.dtype.element_ty), mask=inside)
+        if dbefore is not None:
+            at = place
+            kept = inside
+            if OWN:
+                at = (rows // T)[:, None] * D + cols[None, :]
+                kept = inside & (rows % T == 0)[:, None]
+            tl.store(dbefore + at, old.to(dbefore.dtype.element_ty), mask=kept)
     place = block * count * D + slots[:, None] * D + cols[None, :]
     tl.store(dmu + place, sums, mask=(slots < count)[:, None] & (cols < D)[None, :])
 
 
-def _mixed(x: Tensor, before: Tensor, mu: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """`x + μ_i ⊙ (before − x)` of `x, before [B, T, D]` for each row of `mu [R, D]`, in `dtype`."""
+def _mixed(x: Tensor, before: Tensor | None, mu: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """`x + μ_i ⊙ (x' − x)` of `x [B, T, D]` for each row of `mu [R, D]`, in `dtype`.
+
+    x' is `before [B, T, D]`, or the token before, and for the first ones `before [B, D]` or zeros.
+    """
     outs = [x.new_empty(x.shape, dtype=dtype) for _ in range(len(mu))]
     if x.numel():
-        x, before, channels = dense(x), dense(before), x.shape[2]
-        blocks = triton.cdiv(x.numel() // channels, ROWS) * triton.cdiv(channels, COLUMNS)
+        tensors, sizes, own = _given(x, before)
+        blocks = triton.cdiv(sizes[0], ROWS) * triton.cdiv(sizes[2], COLUMNS)
         launch(_mix_kernel, (blocks,))(
-            x, before, mu.contiguous(), *outs, *[None] * (MOST - len(outs)), x.numel() // channels, *x.shape[1:],
-            *x.stride()[:2], *before.stride()[:2], BR=ROWS, BC=COLUMNS,
-        )  # fmt: skip
+            *tensors, mu.contiguous(), *outs, *[None] * (MOST - len(outs)), *sizes, OWN=own, BR=ROWS, BC=COLUMNS
+        )
     return outs
 
 
-def _mixed_backward(douts: list[Tensor], x: Tensor, before: Tensor, mu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    channels = x.shape[2]
-    tokens = x.numel() // channels
-    dx, dbefore = x.new_empty(x.shape), before.new_empty(before.shape)
-    tiles = max(1, triton.cdiv(triton.cdiv(tokens, ROWS), PROGRAMS))
-    blocks = triton.cdiv(tokens, ROWS * tiles)
+def _mixed_backward(douts: list[Tensor], x: Tensor, before: Tensor | None, mu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, before (without entries for None) and mu."""
+    tensors, sizes, own = _given(x, before)
+    dx, dbefore = x.new_empty(x.shape), x.new_empty(0) if before is None else before.new_empty(before.shape)
+    tiles = max(1, triton.cdiv(triton.cdiv(sizes[0], ROWS), PROGRAMS))
+    blocks = triton.cdiv(sizes[0], ROWS * tiles)
     dmu = x.new_empty(blocks, *mu.shape, dtype=torch.float32)
-    if tokens:
-        x, before = dense(x), dense(before)
-        launch(_mix_back_kernel, (blocks * triton.cdiv(channels, COLUMNS),))(
-            x, before, mu.contiguous(), *douts, *[None] * (MOST - len(douts)), dx, dbefore, dmu, tokens, *x.shape[1:],
-            *x.stride()[:2], *before.stride()[:2], len(mu), tiles, BR=ROWS, BC=COLUMNS,
+    if x.numel():
+        launch(_mix_back_kernel, (blocks * triton.cdiv(sizes[2], COLUMNS),))(
+            *tensors, mu.contiguous(), *douts, *[None] * (MOST - len(douts)), dx, None if before is None else dbefore,
+            dmu, *sizes, len(mu), tiles, OWN=own, BR=ROWS, BC=COLUMNS,
         )  # fmt: skip
+    elif own and before is not None:
+        dbefore = torch.zeros_like(before)
     return dx, dbefore, dmu.sum(0)
+
+
+def _given(x: Tensor, before: Tensor | None) -> tuple[list[Tensor | None], list[int], bool]:
+    """Both tensors, then the tokens, T, D and strides, and whether x holds the tokens before."""
+    own = before is None or before.ndim == 2
+    x, before = dense(x), None if before is None else dense(before)
+    strides = (0, 0) if before is None else (before.stride(0), 0 if own else before.stride(1))
+    return [x, before], [x.shape[0] * x.shape[1], *x.shape[1:], x.stride(0), x.stride(1), *strides], own
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -158,7 +213,7 @@ def _grad(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
     only_first_derivatives()
     x, before, mu = ctx.saved_tensors
     dx, dbefore, dmu = _gradients([d.contiguous() for d in douts], x, before, mu)
-    return dx, dbefore, dmu.to(mu.dtype), None
+    return dx, None if before is None else dbefore, dmu.to(mu.dtype), None
 
 
 _gradients = declare("triton_token_mix_backward", _mixed_backward)
