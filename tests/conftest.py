@@ -85,6 +85,14 @@ def interrupted(tmp_path_factory):
 
 
 @pytest.fixture
+def folder(tmp_path):
+    """A folder of documents, for the tests of texts."""
+    from corpora import write_documents
+
+    return write_documents(tmp_path / "text")
+
+
+@pytest.fixture
 def refused(capsys):
     """A function that runs a command, checks that it ends with one line on stderr and code 2, and returns the line."""
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import socket
 import sys
 import warnings
 import zlib
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halflife import ops
+from halflife import LanguageModel, ops, preset
 from halflife.ops.call import Call
 from halflife.ops.spec import OPS as SPECS
 
@@ -78,6 +79,24 @@ def put_backend(monkeypatch, op, backend, function, why_not=None):
 def unchecked(function):
     """Return the function without its wrappers. Our functions are wrapped in the shape checks of `conftest.py`."""
     return inspect.unwrap(function)
+
+
+def tiny(name, **sizes):
+    """A model of two layers of width 16 with two heads, trained at 32 tokens."""
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "train_length": 32, **sizes}
+    return LanguageModel(preset(name, **sizes))
+
+
+def ids_of(batch, length):
+    """The same bytes in every test, `[batch, length]`."""
+    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def port():
+    """A free port of this machine."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
 
 
 def generator(*key):

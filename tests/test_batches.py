@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from corpora import open_corpus, write_documents
+from corpora import open_corpus
 from helpers import assert_raises, cases
 
 from halflife import LanguageModel, preset
@@ -133,11 +133,6 @@ def test_a_permutation(count):
     assert abs(np.mean([order[0] for order in orders]) - (count - 1) / 2) <= 4 * count / (12 * 200) ** 0.5
     if count >= 64:  # The next step is uniform too: no order is a shifted or strided one.
         assert len(set(np.diff(orders[3]) % count)) > count // 3
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_documents(tmp_path / "text")
 
 
 def test_packed_documents_do_not_see_each_other(folder, tmp_path):

@@ -314,8 +314,6 @@ def test_rwkv7s_first_version():
     ("gla", {"hidden_act": "gelu"}),
     ("gated_deltanet", {"use_short_conv": False}),
     ("kda", {"safe_gate": True, "lower_bound": -5.0}),
-    ("kda", {"use_short_conv": False}),
-    ("kda", {"attnres_block_size": 2}),
     ("kda", {"new_gate": 1}),
     ("rwkv7", {"norm_bias": False}),
     ("rwkv7", {"hidden_act": "relu"}),

@@ -10,18 +10,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from corpora import open_corpus, text, write_documents
+from corpora import open_corpus, text
 from helpers import assert_raises, cases
 
 from halflife.data import documents, splits, store
 from halflife.data.corpus import Corpus, CorpusConfig, bits_per_byte
 from halflife.data.documents import Piece
 from halflife.data.tokenizers import load_tokenizer
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_documents(tmp_path / "text")
 
 
 def tokens_of(corpus):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, ids_of, tiny
 
 from halflife.analysis import decays as recorder
 from halflife.analysis import horizon as horizons
@@ -18,15 +18,6 @@ from halflife.ops.gate_rank import masks
 WITHOUT = ("llama", "deltanet")
 ROUNDING = 4 * 6e-8  # relative, of one number in float32
 EXACT = 4 * 8.4e-16  # relative, of sums and horizons in float64; worst measured error
-
-
-def tiny(name, **sizes):
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "train_length": 32, **sizes}
-    return LanguageModel(preset(name, **sizes))
-
-
-def ids_of(batch, length):
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def medians(row):

@@ -5,17 +5,12 @@ import re
 import sys
 
 import pytest
-from corpora import open_corpus, text, write_documents
+from corpora import open_corpus, text
 from helpers import assert_raises, cases
 
 from halflife.data import documents
 from halflife.data.documents import find, pieces
 from halflife.extras import install
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_documents(tmp_path / "text")
 
 
 def test_documents_of_a_folder_in_their_order(folder):

@@ -11,7 +11,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from itertools import pairwise
 import pytest
 import tiny_runs
 import torch
-from helpers import assert_raises, cases
+from helpers import assert_raises, cases, port
 from tiny_runs import after_step
 from transformers import TrainerState
 
@@ -536,12 +535,6 @@ def long(corpus, tmp_path_factory):
 def start(processes, *own, command=("-m", "halflife.cli")):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port())]
     return [sys.executable, *(launcher if processes > 1 else []), *command, "train", *own]
-
-
-def port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def finish(processes, environment, *own, **how):

@@ -7,6 +7,7 @@ import zlib
 from base64 import b64decode
 from types import SimpleNamespace
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ from halflife.cli import main
 from halflife.cli.measure.look import _best_label
 from halflife.cli.options import open_page
 from halflife.data.byte_tokenizer import ByteTokenizer
-from halflife.models import LanguageModel, checkpoint, preset
+from halflife.models import checkpoint
 from halflife.ops import available_backends
 from halflife.ops.backends import dispatch
 from halflife.ops.log_linear.rows import levels
@@ -152,8 +153,7 @@ def test_every_op_with_a_state_and_values_is_read():
 
 
 def tiny(name, **options):
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "train_length": 32, "vocab_size": 64, **options}
-    return LanguageModel(preset(name, **sizes)).double()
+    return helpers.tiny(name, **{"vocab_size": 64, **options}).double()
 
 
 def outputs(mixer, reading, x, change=None):

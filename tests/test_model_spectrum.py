@@ -2,12 +2,14 @@
 
 import json
 import math
+from functools import partial
 
+import helpers
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, cases
+from helpers import assert_close, assert_raises, cases, ids_of
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
@@ -17,7 +19,7 @@ from halflife.cli import main
 from halflife.decay import DECAYS, SpectralDecay
 from halflife.files import finite
 from halflife.lab.theory import spectra
-from halflife.models import LanguageModel, ModelConfig, checkpoint, preset
+from halflife.models import LanguageModel, ModelConfig, checkpoint
 from halflife.models.load import checkpoints, load_any
 from halflife.models.timescales import layer_decays
 from halflife.report.figures import spectrum as model_spectrum_figures
@@ -35,9 +37,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def tiny(name, **sizes):
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "train_length": 32, **sizes}
-    return LanguageModel(preset(name, **sizes))
+tiny = partial(helpers.tiny, num_heads=4)
 
 
 def block(decay, granularity, post):
@@ -46,10 +46,6 @@ def block(decay, granularity, post):
     return LanguageModel(
         ModelConfig(vocab_size=256, hidden_size=12, num_layers=2, mixer="linear", mixer_options=options)
     )
-
-
-def ids_of(batch, length):
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("channels", [1, 5, 64])

@@ -5,16 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    assert_close,
-    assert_packs,
-    assert_same,
-    cases,
-    fla,
-    leaves,
-    on_linux,
-    with_grads,
-)
+from helpers import assert_close, assert_packs, assert_same, cases, fla, leaves, on_linux, with_grads
 from test_parity import heads_first
 
 from halflife import layers

@@ -212,6 +212,11 @@ def test_a_narrow_layer_is_lifted_in_float32():
     ({"gamma": 0.0}, "gamma must be positive"),
     ({"ridge": 0.0}, "ridge must be greater"),
     ({"num_heads": 5}, "num_heads must divide hidden_size"),
+    ({"mode": "prefix", "refresh": "token"}, "options of mode 'chunk'"),
+    ({"mode": "masked", "decode_refresh": "token"}, "options of mode 'chunk'"),
+    ({"decode_refresh": "tokens"}, "unknown refresh 'tokens'"),
+    ({"operator": "white"}, "unknown operator"),
+    ({"mode": "both"}, "unknown mode"),
 )
 def test_options_without_meaning(options, message):
     """The error comes when the layer is built, not when it first runs."""

@@ -253,18 +253,6 @@ def test_eta_init():
     assert build(eta_init=2.5).readout.eta.tolist() == [2.5] * HEADS
 
 
-@cases(
-    "options, message",
-    ({"mode": "prefix", "refresh": "token"}, "options of mode 'chunk'"),
-    ({"mode": "masked", "decode_refresh": "token"}, "options of mode 'chunk'"),
-    ({"decode_refresh": "tokens"}, "unknown refresh 'tokens'"),
-    ({"operator": "white"}, "unknown operator"),
-    ({"mode": "both"}, "unknown mode"),
-)
-def test_errors_say_what_is_wrong(options, message):
-    assert_raises(ValueError, message, build, **options)
-
-
 @pytest.mark.parametrize("name", ["echo_paper", "mamba2+ska_paper"])
 def test_paper_presets(name):
     config = preset(name, **SIZES)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, tiny
 
 from halflife.analysis.decays import half_life
 from halflife.analysis.forecast.survey import measure_forecasts
@@ -16,7 +16,7 @@ from halflife.analysis.survey import measure_models
 from halflife.analysis.tables import write_tables
 from halflife.cli import main
 from halflife.data.tokenizers import pieces, read_ids
-from halflife.models import LanguageModel, checkpoint, preset
+from halflife.models import checkpoint
 from halflife.models.load import checkpoints
 from halflife.report.figures import spectrum as allocation
 from halflife.report.figures.data import SLOWEST
@@ -24,11 +24,6 @@ from halflife.report.figures.decays import decays
 from halflife.report.figures.matplotlib_renderer import draw, save
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
-
-
-def tiny(name, **sizes):
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "train_length": 32, **sizes}
-    return LanguageModel(preset(name, **sizes))
 
 
 def halve(path):

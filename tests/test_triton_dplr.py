@@ -8,17 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    LOG_DECAYS,
-    assert_close,
-    assert_same,
-    call_of,
-    cases,
-    op_inputs,
-    rounded,
-    run_on,
-    slices,
-)
+from helpers import LOG_DECAYS, assert_close, assert_same, call_of, cases, op_inputs, rounded, run_on, slices
 
 from halflife.ops import delta_rule, dplr
 from halflife.ops.backends import triton as kernels

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import SIZES, combinations
+from helpers import port
 from test_registry import CONFIGURATIONS, kept
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -91,12 +91,6 @@ def test_one_channel_of_post_is_sharded(one_process):
     model(torch.arange(8).unsqueeze(0))[0].logsumexp(-1).sum().backward()
     assert all(x.grad is not None for x in model.parameters())
     assert model.state_dict()["blocks.0.mixer.decay.delta"].shape == (0,)
-
-
-def port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 WAYS = ("fsdp1", "fsdp2", "fully_shard", "accelerate-1", "accelerate-2", "trainer-1", "trainer-2")

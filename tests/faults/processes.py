@@ -1,12 +1,9 @@
 """Runs in processes of their own, which a fault can kill or limit."""
 
-import contextlib
-import io
 import os
 import resource
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
@@ -76,21 +73,3 @@ def limited(folder, size):
         run(tiny(), folder)
     except OSError as error:
         sys.exit(5 if str(folder) in str(error) else 6)
-
-
-def command(words, here):
-    """What is wrong with the end of a command in a folder; None if it works, or says in a sentence why not."""
-    from halflife.cli import main
-
-    out, error, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.chdir(here), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        try:
-            main(words)
-        except SystemExit as stop:
-            code = stop.code
-        except Exception:
-            return traceback.format_exc()[-1000:]
-    if code not in (0, 2, 3):
-        return f"exit code {code}"
-    said = [line for line in error.getvalue().splitlines() if line.startswith("halflife: ")]
-    return "it said nothing" if code == 2 and not said else None
