@@ -71,6 +71,13 @@ def _swiglu(channels: int) -> list[Tensor]:
     return [fused.swiglu(leaf(BATCH, LENGTH, channels), leaf(BATCH, LENGTH, channels))]
 
 
+def _swiglu_linear(channels: int) -> list[Tensor]:
+    from halflife.ops import fused
+
+    parts = leaf(BATCH, LENGTH, channels), leaf(BATCH, LENGTH, channels)
+    return [fused.swiglu_linear(*parts, leaf(1024, channels))]
+
+
 def _scaled(heads: int, value: int) -> list[Tensor]:
     from halflife.ops import fused
 
@@ -141,6 +148,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "rwkv7_values 64": lambda: _values(16, 64),
     "relu_square 4096": lambda: _squared(4096),
     "swiglu 2816": lambda: _swiglu(2816),
+    "swiglu 2816 and its map": lambda: _swiglu_linear(2816),
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),
     "rotate 128 in part": lambda: _rotated(8, 128, 16),

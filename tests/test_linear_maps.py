@@ -20,7 +20,7 @@ from halflife.layers.ska import SKA
 from halflife.models import PRESETS
 from halflife.ops import linear as linear_module
 from halflife.ops.backends.native import build, products
-from halflife.ops.linear import cast_weights, fast_linears
+from halflife.ops.linear import cast_weights, fast_linears, weight_of
 from halflife.serve.engine import Engine
 from halflife.serve.jobs import Done, Failed, Job, Settings
 
@@ -351,6 +351,22 @@ def test_weights_that_are_not_cast():
     model = type("Quantised", (nn.Linear,), {})(4, 4)
     with torch.autocast("cpu", torch.bfloat16), cast_weights(model, x):
         assert model.weight.dtype == torch.float32
+
+
+def test_maps_that_are_a_weight_alone():
+    """Those of a block under `cast_weights` are; one with a bias, a hook or another `forward` is not."""
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    x = torch.zeros(1, 4)
+    assert weight_of(model[0]) is model[0].weight
+    with fast_linears(model):
+        assert weight_of(model[0]) is model[0].weight
+    with torch.autocast("cpu", torch.bfloat16), cast_weights(model, x):
+        assert weight_of(model[0]).dtype == torch.bfloat16
+    assert weight_of(nn.Linear(4, 4)) is None
+    assert weight_of(nn.LazyLinear(4, bias=False)) is None
+    model[0].register_forward_hook(lambda *_: None)
+    model[1].forward = lambda x: x + 1
+    assert [weight_of(module) for module in model] == [None, None]
 
 
 def test_second_derivatives_of_cast_weights():

@@ -258,6 +258,27 @@ def test_norms_round_to_the_dtype_of_autocast():
     assert_close(dict(enumerate(got)), dict(enumerate(want)), 4 * WORST[torch.float32])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 20), (1, 0, 8)], ids=str)
+def test_swiglu_keeps_no_product(dtype, shape):
+    """The gradient of the map after it is that of the definition, and neither gradient keeps what the map reads."""
+    draw = generator(shape)
+    a, b, weight = (torch.randn(size, generator=draw) for size in (shape, shape, (6, shape[-1])))
+
+    def run(backend, a, b, weight):
+        return [fused.swiglu_linear(strided(a), strided(b), weight, backend)]
+
+    check(run, {"a": a, "b": b, "weight": weight}, dtype)
+    leaves, kept = [x.to(dtype).requires_grad_() for x in (a, b, weight)], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = fused.swiglu_linear(*leaves, "triton")
+    assert {x.data_ptr() for x in kept} <= {x.data_ptr() for x in leaves}
+    leaves[2].requires_grad_(False)
+    gradients = torch.autograd.grad(out.sum(), leaves[:2])
+    alone = torch.autograd.grad(fused.swiglu_linear(*leaves, "triton").sum(), leaves[:2])
+    torch.testing.assert_close(alone, gradients, rtol=0, atol=0)
+
+
 def test_wide_norms_run_in_torch():
     x = torch.randn(1, 1, 8193)
     with pytest.raises(dispatch.CannotRun, match="at most 8192 channels; got 8193"):
@@ -273,6 +294,7 @@ GIVEN = {
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),
     "add_norm": (X, X.bfloat16(), WEIGHT[:, 0].contiguous(), 1e-5, None),
     "swiglu": (X, X + 1),
+    "swiglu_again": (X, X + 1, X - 1),
     "scale_heads": (X, torch.randn(2, 3, 2)),
     "rwkv7_keys": (X4, X4 + 1, X4 - 1, X4[0, 0], X4[0, 1], X4[0, 2], X4[1, 0], torch.float32),
     "rwkv7_output": (X4, X4[..., 0], X4 + 1, X4.flatten(2), *X4[0, :2].flatten(1), 1e-3, torch.bfloat16),

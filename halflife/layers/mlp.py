@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.ops.fused import swiglu
+from halflife.ops.fused import swiglu, swiglu_linear
+from halflife.ops.linear import weight_of
 from halflife.precision import Float32Module
 
 
@@ -115,4 +116,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(x), self.up(x), self.pass_backend))
+        a, b = self.gate(x), self.up(x)
+        weight = None if x.is_cpu else weight_of(self.down)
+        if weight is None:
+            return self.down(swiglu(a, b, self.pass_backend))
+        return swiglu_linear(a, b, weight, self.pass_backend)

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backends import native, triton
+from halflife.ops.arguments import is_transformed
+from halflife.ops.backends import dispatch, native, triton
 from halflife.ops.backends.dispatch import implements, run_pass
-from halflife.ops.spec import define
+from halflife.ops.spec import OPS, define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
 
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
@@ -200,6 +201,40 @@ def _fused_swiglu(a: Tensor, b: Tensor, op: Any = native.op) -> Tensor:
 
 define("swiglu", a="... D", b="... D")
 _pass("swiglu", lambda a, b: F.silu(a) * b, _fused_swiglu, 2, triton.why_not_pass)
+
+
+def swiglu_linear(a: Tensor, b: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
+    """`(silu(a) ⊙ b) Wᵀ` for `a, b [..., D]` and a `weight [N, D]`.
+
+    By the Triton kernel a and b are kept for the backward pass, and not their product.
+    """
+    narrow = weight if autocast_dtype(a.device) is None else weight.to(a.dtype)
+    known = OPS["swiglu"].backends["triton"].function
+    recomputed = dispatch.again is not None and dispatch.kind_of("swiglu") in dispatch.again.kinds
+    plain = recomputed or is_transformed() or not a.dtype == b.dtype == narrow.dtype
+    if plain or dispatch.choose("swiglu", backend, a.device, (a, b)) is not known:
+        return F.linear(swiglu(a, b, backend), weight)
+    return _SwiGLULinear.apply(a, b, narrow)  # pyright: ignore[reportReturnType]
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    """`swiglu_linear` by Triton, which keeps a and b but not their product.
+
+    The gradient of the weight needs it, and the kernel of the gradients of a and b makes it again beside them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b, weight)
+        return F.linear(triton.custom_op("swiglu")(a, b), weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, weight = ctx.saved_tensors
+        both, product = triton.custom_op("swiglu_again")((dout @ weight).contiguous(), a, b)
+        of_weight = dout.flatten(0, -2).t() @ product.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return *both.chunk(2, -1), of_weight
 
 
 def scale_heads(x: Tensor, s: Tensor, backend: str = "auto") -> Tensor:

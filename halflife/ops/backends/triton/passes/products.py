@@ -32,7 +32,7 @@ def _swiglu_kernel(a, b, out, tokens, D, a_t, b_t, BR: tl.constexpr, BC: tl.cons
 
 @triton.jit
 @no_type_check
-def _swiglu_back_kernel(a, b, dout, both, tokens, D, a_t, b_t, BR: tl.constexpr, BC: tl.constexpr):
+def _swiglu_back_kernel(a, b, dout, both, out, tokens, D, a_t, b_t, BR: tl.constexpr, BC: tl.constexpr):
     groups = tl.cdiv(D, BC)
     rows = (tl.program_id(0) // groups) * BR + tl.arange(0, BR)
     cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
@@ -40,10 +40,14 @@ def _swiglu_back_kernel(a, b, dout, both, tokens, D, a_t, b_t, BR: tl.constexpr,
     x = entries(a, rows, a_t, cols, inside)
     s = sigmoid(x)
     d = entries(dout, rows, D, cols, inside)
-    of_a = d * entries(b, rows, b_t, cols, inside) * s * (1 + x * (1 - s))
+    y = entries(b, rows, b_t, cols, inside)
+    of_a = d * y * s * (1 + x * (1 - s))
     place = both + rows.to(tl.int64)[:, None] * 2 * D + cols[None, :]
     tl.store(place, of_a.to(both.dtype.element_ty), mask=inside)
     tl.store(place + D, (d * x * s).to(both.dtype.element_ty), mask=inside)
+    if out is not None:
+        product = (x * s * y).to(out.dtype.element_ty)
+        tl.store(out + rows.to(tl.int64)[:, None] * D + cols[None, :], product, mask=inside)
 
 
 def _swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -57,10 +61,20 @@ def _swiglu(a: Tensor, b: Tensor) -> Tensor:
 
 def _swiglu_backward(dout: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """The gradients of a and b beside each other, `[..., 2 D]`, as the gradient of a product that gave both."""
+    return _gradients(dout, a, b, None)
+
+
+def _swiglu_again(dout: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """`_swiglu_backward`, and `silu(a) ⊙ b` again."""
+    out = torch.empty_like(dout)
+    return _gradients(dout, a, b, out), out
+
+
+def _gradients(dout: Tensor, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     both = dout.new_empty(*a.shape[:-1], 2 * a.shape[-1])
     if a.numel():
         (a, b), strides, size, grid, blocks = _tiles(a, b)
-        launch(_swiglu_back_kernel, grid)(a, b, dout, both, *size, *strides, **blocks)
+        launch(_swiglu_back_kernel, grid)(a, b, dout, both, out, *size, *strides, **blocks)
     return both
 
 
@@ -85,6 +99,7 @@ def _swiglu_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _of_swiglu = declare("triton_swiglu_backward", _swiglu_backward)
+declare("triton_swiglu_again", _swiglu_again)
 declare("triton_swiglu", _swiglu).register_autograd(_swiglu_grad, setup_context=_save_all)
 
 
