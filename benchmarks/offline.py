@@ -192,7 +192,8 @@ def row_of(launch: Launch, copy: float, others: dict[str, Launch] | None = None)
         kernel = offline_kernels.compiled(own, target)
         row[target] = {**offline_code.resources(kernel), "bytes": offline_kernels.moved(own, does)}
         if target == "sm_90":
-            cycles = offline_code.timing(offline_code.disassembled(kernel.asm["cubin"])[0])
+            blocks = "LENGTH" in launch.arguments and not {"LEVELS", "entering"} & launch.arguments.keys()
+            cycles = offline_code.timing(offline_code.disassembled(kernel.asm["cubin"])[0], every=blocks)
     tensors = [x for x in launch.arguments.values() if isinstance(x, Tensor)]
     facts = {
         "products": "tt.dot" in text and any(x.dtype in NARROW for x in tensors),

@@ -160,7 +160,7 @@ def play(code: list[Instruction], branch: int = -1, trips: int = 1) -> tuple[flo
 
 @dataclass(frozen=True)
 class Timing:
-    """Cycles and instructions a warp, of one trip of the longest loop and of the rest."""
+    """Cycles and instructions a warp, of one trip of the loops that were played and of the rest."""
 
     cycles: float
     issued: float
@@ -168,15 +168,18 @@ class Timing:
     outside_issued: float
 
 
-def timing(code: list[Instruction]) -> Timing:
-    """Play a kernel with 4 and with 24 trips of its longest loop."""
+def timing(code: list[Instruction], every: bool = False) -> Timing:
+    """Play a kernel with 4 and with 24 trips of its longest loop, or of each of its long loops, one after another."""
     long = {end: end - start for end, start in loops(code).items() if end - start > LONG_LOOP}
     if not long:
         return Timing(0.0, 0.0, *play(code))
-    end = max(long, key=long.__getitem__)
-    (few, few_issued), (many, many_issued) = play(code, end, 4), play(code, end, 24)
-    cycles, issued = (many - few) / 20, (many_issued - few_issued) / 20
-    return Timing(cycles, issued, few - 4 * cycles, few_issued - 4 * issued)
+    cycles = issued = once = once_issued = 0.0
+    for end in long if every else [max(long, key=long.__getitem__)]:
+        (few, few_issued), (many, many_issued) = play(code, end, 4), play(code, end, 24)
+        one, one_issued = (many - few) / 20, (many_issued - few_issued) / 20
+        cycles, issued = cycles + one, issued + one_issued
+        once, once_issued = few - 3 * one, few_issued - 3 * one_issued
+    return Timing(cycles, issued, once - cycles, once_issued - issued)
 
 
 def predicted_ms(one: Timing, warps: int, fit: int, programs: int, trips: int, moved: int, rate: float) -> float:

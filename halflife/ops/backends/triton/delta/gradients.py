@@ -113,9 +113,27 @@ def gradients_kernel(
         pairs = tl.trans(dscores) * scores + tl.trans(system * overlap)
         within, across, gone = pair_sums(pairs, seg, C, MODE)
 
-    # What states and their gradients give.
+    # dQ, in a loop of its own, so that the operands of dK hold no registers
     read_fast = tl.zeros([C], tl.float32)
     read_slow = tl.zeros([C], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        kk = start + tl.arange(0, BK)
+        ks = load(k, cc, kk, inside, KT, K, WHOLE)
+        weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
+        state = load_scaled(entering, power, vv, kk, there, K, WHOLE)
+        dqs = product(dos, state, tl.zeros([C, BK], tl.float32), PRECISION) * (weight * scale)[:, None]
+        if MODE != 0:
+            qs = load(q, cc, kk, inside, QT, K, WHOLE)
+            read_fast += tl.sum(dqs * qs.to(tl.float32), 1)
+        if MODE == 2:
+            state = load_scaled(entering + K * V, power + SCALED, vv, kk, there, K, WHOLE)
+            more = product(dos, state, tl.zeros([C, BK], tl.float32), PRECISION) * (weight_slow * scale)[:, None]
+            read_slow += tl.sum(more * qs.to(tl.float32), 1)
+            dqs += more
+        dqs += tl.trans(product(tl.trans(ks), dscores, tl.zeros([BK, C], tl.float32), PRECISION))
+        store(dq, dqs, cc, kk, inside, H * K, K, WHOLE)
+
+    # dK, and what states and their gradients give
     left_fast = tl.zeros([C], tl.float32)
     left_slowly = tl.zeros([C], tl.float32)
     kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
@@ -129,16 +147,14 @@ def gradients_kernel(
         strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)  # loaded anew, to hold fewer registers
         weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
         left, left_slow = stored_leaves(at, H * TOKENS, cc, inside, size, C, MODE)
-        dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
         state = load_scaled(entering, power, vv, kk, there, K, WHOLE)
-        dqs = product(dos, state, tl.zeros([C, BK], tl.float32), PRECISION) * (weight * scale)[:, None]
         dks_t = product(tl.trans(state), rs, tl.zeros([BK, C], tl.float32), PRECISION) * -weight[None, :]
         through = tl.sum(dks_t * tl.trans(ks).to(tl.float32), 0)
         dstrength += through
         dstate = load_scaled(leaving, dpower, vv, kk, there, K, WHOLE)
         dks = product(us, dstate, tl.zeros([C, BK], tl.float32), PRECISION) * left[:, None]
         if MODE != 0:
-            read_fast += tl.sum(dqs * qs.to(tl.float32), 1) + through * strength
+            read_fast += through * strength
             left_fast += tl.sum(dks * ks.to(tl.float32), 1)
             passed += kept * tl.sum(state * dstate)
         if MODE == 2:
@@ -149,16 +165,11 @@ def gradients_kernel(
             more = product(us, dstate, tl.zeros([C, BK], tl.float32), PRECISION) * left_slow[:, None]
             left_slowly += tl.sum(more * ks.to(tl.float32), 1)
             dks += more
-            more = product(dos, state, tl.zeros([C, BK], tl.float32), PRECISION) * (weight_slow * scale)[:, None]
-            read_slow += tl.sum(more * qs.to(tl.float32), 1)
-            dqs += more
             more_t = product(tl.trans(state), rs, tl.zeros([BK, C], tl.float32), PRECISION) * -weight_slow[None, :]
             through = tl.sum(more_t * tl.trans(ks).to(tl.float32), 0)
             dstrength += through
             read_slow += through * strength
             dks_t += more_t
-        dqs += tl.trans(product(tl.trans(ks), dscores, tl.zeros([BK, C], tl.float32), PRECISION))
-        store(dq, dqs, cc, kk, inside, H * K, K, WHOLE)
         dks = product(dscores, qs, dks, PRECISION)
         dks = product(system, ks, dks, PRECISION)
         dks_t = product(tl.trans(ks), system, dks_t * strength[None, :], PRECISION)
