@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife.analysis.capture import capture, read_from, ska_layers, slow_gates
 from halflife.analysis.records import Record
@@ -56,6 +57,8 @@ def test_each_layer_reports_in_every_forward_pass():
     once = [(kind, layer, (2, 9, 2)) for layer in range(3) for kind in ("decay", "slow_decay")]
     assert seen == once * 2
     assert [layer for layer, _ in slow_gates(model)] == [0, 1, 2]
+    printed = tiny("mamba2+gate_rank", mixer_options={"gate_rank": {"reset_law": "printed"}})
+    assert_raises(ValueError, "this model has 'printed'", slow_gates, printed)
 
 
 def test_a_reading_of_ska_is_the_layers_state():

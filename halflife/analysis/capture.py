@@ -77,7 +77,7 @@ def slow_gates(model: Readable) -> list[tuple[int, SlowGate]]:
     gates = ((i, getattr(block.mixer, "gate_rank", None)) for i, block in enumerate(model.blocks))
     found = [(i, gate) for i, gate in gates if gate is not None]
     if any(gate.reset_law != "mask" for _, gate in found):
-        raise ValueError("masks and horizons are computed for the reset law 'mask', and this model has 'printed'")
+        raise ValueError("horizons are computed for the reset law 'mask', and this model has 'printed'")
     return [(i, gate.slow_gate) for i, gate in found]
 
 
