@@ -49,10 +49,10 @@ def layer(parts: tuple[str, ...], key: int, value: int, heads: int = 16, groups:
     found: list[Launch] = []
     with offline_kernels.captured(found):
         _token(
-            x, weight, weight[:, 0] if skip else None, meta(1, channels, 3, dtype=torch.bfloat16), vector,
-            vector if slow else None, gate if delta else None, vector if skip else None, meta(heads) if skip else None,
+            x, weight, weight[:, 0] if skip else None, meta(1, channels, 3, dtype=torch.bfloat16), gate,
+            vector if slow else None, gate if delta else None, None, meta(heads) if skip else None,
             state, state.clone() if slow else None, [0, groups * key, 2 * groups * key], groups, delta, 1.0, 1.0,
-            torch.bfloat16,
+            torch.bfloat16, meta(heads), meta(heads), None, None, "softplus", gains=skip,
         )  # fmt: skip
     return found
 

@@ -201,7 +201,7 @@ def token_by_kernel(layer, x, state):
         y, new = layer._token(x, xbc, f, position, state, packing)
         return layer.out_proj(layer.norm(y.flatten(-2), z)), new
     assert layer.one_kernel
-    parts, _ = layer.log_decays(layer.decay_input(x), position, state, packing)
+    parts, _ = layer.log_decays(layer.decay_input(x), position, state, packing, evaluate=False)
     o, new = layer._token(x, layer.qkv_proj(x), parts.g, state, packing)
     return layer.out_proj(layer.gate(o, x)), new
 
@@ -241,6 +241,11 @@ def test_where_a_kernel_takes_tokens(monkeypatch):
         assert not layer.decodes(x, state, Packing(1, 2))
         assert not layer.decodes(x, state, Packing(1, 1, torch.tensor([0, 1])))
         assert not layer.decodes(x.double(), state, rows)
+        taken = []
+        with layer.decay.register_forward_hook(lambda module, given, parts: taken.append(parts.g)):
+            watched, _ = token_by_kernel(layer, x, state)
+        assert taken[0].shape == (1, 1, 2)  # numbers, where a kernel would have computed them
+        assert_close(watched, token_by_kernel(layer, x, state)[0], 4 * WORST[torch.float32])
         layer.backend = "reference"
         assert not layer.decodes(x, state, rows)
     layer.backend = "triton"

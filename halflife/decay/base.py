@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halflife.ops.laws import Law, log_decay, log_stretch
+from halflife.ops.laws import Law, Unevaluated, log_decay, log_stretch
 from halflife.packing import Packing
 from halflife.precision import Float32Module
 from halflife.registry import Registry, check_options, constructor_parameters
@@ -27,12 +27,12 @@ class DecayParts(NamedTuple):
     """Log-decays with the factors in them by which layers also scale what they write.
 
     Attributes:
-        g: log-decays.
+        g: log-decays; `Unevaluated`, if so asked for.
         step: the step size (`Decay.step_size`), or None if the strategy has none or it was not asked for.
         log_stretch: computes the logarithm of PoST's factor on g (`PoST.log_stretch`); None without PoST.
     """
 
-    g: Tensor
+    g: Any
     step: Tensor | None
     log_stretch: Callable[[], Tensor] | None
 
@@ -104,6 +104,7 @@ class Decay(Float32Module):
     def forward(
         self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
         parts: bool = False, with_step: bool = True, taper: Tensor | None = None, offset: Tensor | None = None,
+        evaluate: bool = True,
     ) -> Tensor | DecayParts:  # fmt: skip
         """Compute log-decays `g ≤ 0` in float32 (float64 for float64 activations).
 
@@ -116,10 +117,14 @@ class Decay(Float32Module):
             with_step: whether the parts have the step size.
             taper, offset: PoST's α and the part of its stretch that does not depend on the position, see
                 `ops.laws`, in the shape of the base log-rates.
+            evaluate: False leaves a law to the kernel that takes a token; g is then `ops.laws.Unevaluated`.
         """
         with_step = parts and with_step and self.has_step_size
         if step is None and (law := self.law(log_rate)) is not None:
             self._check(f)
+            if not evaluate:
+                law = law if offset is None else law.moved(offset)
+                return DecayParts(Unevaluated(f, law, taper, None if taper is None else position), None, None)
             options = {"taper": taper, "offset": offset, "position": position, "with_step": with_step}
             g, step = log_decay(f, law, **options)
             return DecayParts(g, step, None) if parts else g
@@ -130,6 +135,11 @@ class Decay(Float32Module):
         if taper is not None and position is not None:
             g = g * log_stretch(position, taper, offset).exp().to(g.dtype)
         return DecayParts(g, step, None) if parts else g
+
+    @property
+    def watched(self) -> bool:
+        """Whether a hook reads what `forward` returns, which must be numbers then."""
+        return bool(self._forward_hooks)
 
     @classmethod
     def has_law(cls) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,15 @@ class Skip(Float32Module):
         nn.init.ones_(self.D)
 
     def forward(
-        self, y: Tensor | None = None, x: Tensor | None = None, norm: Callable[..., Tensor] | None = None
-    ) -> Tensor:
+        self, y: Tensor | None = None, x: Tensor | None = None, norm: Callable[..., Tensor] | None = None,
+        run: Callable[[Tensor], Any] | None = None,
+    ) -> Any:  # fmt: skip
         """`y + D ⊙ x` for `y, x [B, T, H, V]`, of which `norm(y, skip=(D, x))` may take the parts.
 
-        Without y and x it returns D `[H]`, for an op that adds the product.
+        Without y and x it returns `run(D)`, or D `[H]`, for an op that adds the product.
         """
+        if run is not None:
+            return run(self.D)
         if y is None or x is None:
             return self.D.clone()  # the parameter itself may be freed after this call, by FSDP for example
         if norm is not None:
@@ -140,10 +144,16 @@ class Mamba2(HasMemory, Mixer):
     ) -> tuple[Tensor, State]:
         """The values of one token of each sequence before the output norm, and the new state, by one kernel."""
         inner, shared, _ = self.conv_splits
-        g, step, log_stretch = self.decay(f, position=position, parts=True)
+        g, step, log_stretch = self.decay(
+            f, position=position, parts=True, evaluate=self.stretch_gain or self.decay.watched
+        )
         if self.stretch_gain:
             step = step * log_stretch().exp()
         places = inner + shared, inner, 0  # of queries, keys and values
-        token = {"places": places, "groups": self.num_groups, "gain": step, "skip": self.skip()}
-        token = self.conv(xbc, state["conv"], packing, **token)
-        return self.memory(x, token, None, None, g, None, state, packing, scale=1)
+        token = {"places": places, "groups": self.num_groups, "gain": step, "gains": step is None}
+
+        def run(skip: Tensor) -> tuple[Tensor, State]:
+            unconvolved = self.conv(xbc, state["conv"], packing, **token, skip=skip)
+            return self.memory(x, unconvolved, None, None, g, None, state, packing, scale=1)
+
+        return self.skip(run=run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from halflife.ops.arguments import dense
 from halflife.ops.backends import triton
 from halflife.ops.call import Call
 from halflife.ops.chunked.groups import each_head
+from halflife.ops.laws import Unevaluated
 
 
 def token_loop(
@@ -53,6 +54,7 @@ class Unconvolved(NamedTuple):
         most: the writing strength β of the delta rule is most · σ(beta).
         gain: factor of the values `[B, 1, H]`, or None.
         skip: D `[H]`, with which the convolved values are added to the outputs, or None.
+        gains: whether the step size of an `Unevaluated` decay is a factor of the values.
     """
 
     x: Tensor
@@ -65,10 +67,11 @@ class Unconvolved(NamedTuple):
     most: float = 1.0
     gain: Tensor | None = None
     skip: Tensor | None = None
+    gains: bool = False
 
     def step(
-        self, g: Tensor | None, g_slow: Tensor | None, beta: Tensor | None, states: tuple[Tensor, Tensor | None],
-        scale: float, dtype: torch.dtype,
+        self, g: Tensor | Unevaluated | None, g_slow: Tensor | None, beta: Tensor | None,
+        states: tuple[Tensor, Tensor | None], scale: float, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
         """The outputs `[B, 1, H, V]` in `dtype`, and the next states of the convolution and of the memory.
 
@@ -76,9 +79,13 @@ class Unconvolved(NamedTuple):
         """
         weight, bias, conv = [None if x is None else x.contiguous() for x in (self.weight, self.bias, self.state)]
         state, slow = (None if x is None else x.contiguous() for x in states)
+        law: tuple[Any, ...] = ()
+        if isinstance(g, Unevaluated):
+            (vectors, settings), g = g.given(), g.f
+            law = *vectors, *settings, self.gains
         o, conv, *new = triton.custom_op("token")(
             dense(self.x), weight, bias, conv, g, g_slow, beta, self.gain, self.skip, state, slow, list(self.places),
-            self.groups, self.unit, self.most, scale, dtype,
+            self.groups, self.unit, self.most, scale, dtype, *law,
         )  # fmt: skip
         return o, conv, new
 

@@ -205,9 +205,12 @@ class LinearMixer(DecayGate, HasMemory):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         g, key, gain, new = None, None, None, {}
+        qkv = self.qkv_proj(x)
+        token = not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing)
         if self.decay is not None:
             f = self.decay_input(x)
-            parts, new = self.log_decays(f, position, state, packing, shared, with_step=self.share_keys)
+            options = {"with_step": self.share_keys, "evaluate": not token or self.decay.watched}
+            parts, new = self.log_decays(f, position, state, packing, shared, **options)
             g = parts.g
             if self.update.stretch_gain and parts.log_stretch is not None:
                 gain = parts.log_stretch().exp()
@@ -215,8 +218,7 @@ class LinearMixer(DecayGate, HasMemory):
                 key = self.decay.shared_key(f, parts, state.get("decay"), packing)
             if self.paired:
                 g = torch.cat([g[..., : self.paired], g], -1)
-        qkv = self.qkv_proj(x)
-        if not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing):
+        if token:
             o, memory = self._token(x, qkv, g, state, packing)
         else:
             if self.conv is not None:
@@ -234,7 +236,7 @@ class LinearMixer(DecayGate, HasMemory):
         scalar = self.decay is None or self.decay.granularity == "scalar"
         return plain and scalar and type(self.conv) is ShortConv and not self.share_keys
 
-    def _token(self, x: Tensor, qkv: Tensor, g: Tensor | None, state: State, packing: Packing) -> tuple[Tensor, State]:
+    def _token(self, x: Tensor, qkv: Tensor, g: Any, state: State, packing: Packing) -> tuple[Tensor, State]:
         """The outputs of the op for one token of each sequence, and the new state."""
         query, key, _ = self.splits
         token = {

@@ -98,7 +98,7 @@ class HasMemory(nn.Module):
 
 
 def one_state(
-    x: Tensor, q: Tensor | Unconvolved, k: Tensor | None, v: Tensor | None, g: Tensor | None, beta: Tensor | None,
+    x: Tensor, q: Tensor | Unconvolved, k: Tensor | None, v: Tensor | None, g: Any, beta: Tensor | None,
     state: State, packing: Packing, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The memory of one state, `memory [N, H, K, V]`. The outputs are float32 for values in float16."""

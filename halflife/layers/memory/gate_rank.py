@@ -133,7 +133,7 @@ class GateRank(nn.Module):
         reset(self, self.initial)
 
     def forward(
-        self, x: Tensor, q: Tensor | Unconvolved, k: Tensor | None, v: Tensor | None, g: Tensor,
+        self, x: Tensor, q: Tensor | Unconvolved, k: Tensor | None, v: Tensor | None, g: Any,
         beta: Tensor | None, state: State, packing: Packing, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Run `ops.gate_rank` on `q, k, v, g, beta`, with the gate of the slow state computed from `x [B, T, D]`.

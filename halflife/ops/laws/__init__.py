@@ -63,6 +63,27 @@ class Law(NamedTuple):
         return g if self.factor == 1 else self.factor * g
 
 
+class Unevaluated(NamedTuple):
+    """The log-decays of one token of each sequence, which the kernel that takes the token computes.
+
+    Attributes:
+        f: activations `[B, 1, H]`.
+        law: its law, with tensors `[H]` in float32.
+        taper: α `[H]` of the positions, or None.
+        position: `[1]` or `[B, 1]`, if there is a taper.
+    """
+
+    f: Tensor
+    law: Law
+    taper: Tensor | None
+    position: Tensor | None
+
+    def given(self) -> tuple[list[Tensor | None], list[Any]]:
+        """The bias, the rate, the taper and the position; and φ, c and the limits, as the kernel takes them."""
+        vectors = [None if x is None else x.contiguous() for x in (self.law.bias, self.law.rate, self.taper)]
+        return [*vectors, self.position], [self.law.shape, self.law.factor, self.law.least, self.law.most]
+
+
 def log_decay(
     f: Tensor, law: Law, *, taper: Tensor | None = None, offset: Tensor | None = None,
     position: Tensor | None = None, with_step: bool = False, backend: str = "auto",

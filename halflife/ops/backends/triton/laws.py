@@ -163,7 +163,7 @@ def _log_decay(
     if f.numel():
         launch(_forward_kernel, (triton.cdiv(f.shape[2], columns), triton.cdiv(tokens, rows)))(
             f, position, bias, rate, taper, g, step if with_step else None, tokens, f.shape[1], f.shape[2],
-            f.stride(0), f.stride(1), *_of_positions(position), factor, least, _limit(most),
+            f.stride(0), f.stride(1), *positions(position), factor, least, limit(most),
             SHAPE=SHAPES[shape], BR=rows, BC=columns,
         )  # fmt: skip
     return g, step
@@ -183,7 +183,7 @@ def _log_decay_backward(
     sums = f.new_empty(programs, 3, channels, dtype=torch.float32)
     launch(_backward_kernel, (triton.cdiv(channels, columns), programs))(
         f, position, bias, rate, taper, dg, dstep, df, sums, tokens, f.shape[1], channels,
-        f.stride(0), f.stride(1), *_of_positions(position), factor, least, _limit(most), tiles,
+        f.stride(0), f.stride(1), *positions(position), factor, least, limit(most), tiles,
         SHAPE=SHAPES[shape], BR=rows, BC=columns,
     )  # fmt: skip
     return df, sums.sum(0)
@@ -195,14 +195,14 @@ def _blocks(f: Tensor) -> tuple[int, int, int]:
     return f.shape[0] * f.shape[1], TILE // columns, columns
 
 
-def _of_positions(position: Tensor | None) -> tuple[int, int]:
+def positions(position: Tensor | None) -> tuple[int, int]:
     """The strides of positions `[T]` or `[B, T]`."""
     if position is None:
         return 0, 0
     return (0, position.stride(0)) if position.ndim == 1 else (position.stride(0), position.stride(1))
 
 
-def _limit(most: float | None) -> float:
+def limit(most: float | None) -> float:
     return float("inf") if most is None else most
 
 

@@ -55,9 +55,12 @@ def _step_kernel(
     strength = 1.0
     if beta is not None:
         strength = tl.load(beta + n * beta_n + h * beta_h).to(tl.float32)
+    decay = None
+    if g is not None:
+        decay = _row(g, n, h, g_n, g_h, rows if VECTOR else rows * 0, rows < K)
     out = updated(
-        query, key, value, strength, g, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
-        g_n, g_h, a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, beta is not None, VECTOR,
+        query, key, value, strength, decay, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
+        a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, beta is not None,
     )  # fmt: skip
     at = tl.program_id(1).to(tl.int64) * V + cols
     tl.store(o + at, (out * scale).to(o.dtype.element_ty), mask=cols < V)
@@ -67,9 +70,9 @@ def _step_kernel(
 @no_type_check
 def updated(
     query, key, value, strength, g, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
-    g_n, g_h, a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, DELTA: tl.constexpr, VECTOR: tl.constexpr,
+    a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Return what the query reads from columns of the next state, which is stored."""
+    """Return what the query reads from columns of the next state, which is stored; g are the log-decays of rows."""
     in_rows = rows < K
     inside = in_rows[:, None] & (cols < V)[None, :]
     place = n * s_n + h * s_h + rows[:, None] * s_k + cols[None, :]
@@ -81,10 +84,7 @@ def updated(
     kept = tl.full([rows.shape[0]], 1.0, tl.float32)
     change = tl.zeros([rows.shape[0]], tl.float32)
     if g is not None:
-        if VECTOR:
-            kept, change = _split(_row(g, n, h, g_n, g_h, rows, in_rows))
-        else:
-            kept, change = _split(_row(g, n, h, g_n, g_h, rows * 0, in_rows))
+        kept, change = _split(g)
     if g_slow is not None:  # a reset: the slow state decays and takes over the decayed fast one, which starts at 0
         slow = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
         if slow_state is not None:

@@ -1,8 +1,8 @@
 """One token of a layer from its projection to what it reads, for decoding, in one kernel.
 
 It is the short convolution with its SiLU and state, unit norms of queries and keys, the sigmoid of writing strengths,
-the factor of values, the step of the states (`step.py`), and Mamba-2's skip. Programs that share a query and a key
-compute them again.
+the law of log-decays, the factor of values, the step of the states (`step.py`), and Mamba-2's skip. Programs that share
+a query and a key compute them again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch
-from halflife.ops.backends.triton.laws import sigmoid
+from halflife.ops.backends.triton.laws import SHAPES, law, limit, positions, sigmoid
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.step import COLUMNS, updated
 
@@ -49,10 +49,30 @@ def _unit(x, EPS: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _decay(f, shift, rate, taper, position, n, h, p_n, factor, least, limit, SHAPE: tl.constexpr):
+    """The log-decay and the step size of one head, as in `laws._tile`."""
+    growth = factor
+    if shift is not None:
+        f += tl.load(shift + h)
+    if rate is not None:
+        growth *= tl.exp(tl.load(rate + h))
+    if taper is not None:
+        stretch = -tl.log(tl.load(position + n * p_n).to(tl.float32)) * tl.load(taper + h)
+        if SHAPE == 2:
+            f += stretch
+        else:
+            growth *= tl.exp(stretch)
+    step, _ = law(f, SHAPE, least, limit)
+    return (-growth * step).to(tl.float32), step.to(tl.float32)  # numbers are float64 in the interpreter
+
+
+@triton.jit
+@no_type_check
 def _token_kernel(
-    x, weight, bias, conv, g, g_slow, logits, gain, skip, state, slow, o, new_conv, new, new_slow, scale, most, H, S, K,
-    V, D, q_at, k_at, v_at, x_n, g_n, g_h, slow_n, slow_h, beta_n, beta_h, gain_n, gain_h, s_n, s_h, s_k,
-    W: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    x, weight, bias, conv, g, g_slow, logits, gain, skip, state, slow, shift, rate, taper, position, o, new_conv, new,
+    new_slow, scale, most, factor, least, limit, H, S, K, V, D, q_at, k_at, v_at, x_n, g_n, g_h, slow_n, slow_h,
+    beta_n, beta_h, gain_n, gain_h, p_n, s_n, s_h, s_k, W: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr,
+    SHAPE: tl.constexpr, GAIN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1).to(tl.int64) // H
     h = tl.program_id(1) % H
@@ -74,9 +94,17 @@ def _token_kernel(
     written = value
     if gain is not None:
         written *= tl.load(gain + n * gain_n + h * gain_h).to(tl.float32)
+    decay = None
+    if g is not None:
+        number = tl.load(g + n * g_n + h * g_h).to(tl.float32)
+        if SHAPE is not None:
+            number, step = _decay(number, shift, rate, taper, position, n, h, p_n, factor, least, limit, SHAPE)
+            if GAIN:
+                written *= step
+        decay = tl.zeros([BK], tl.float32) + number
     out = scale * updated(
-        query, key, written, strength, g, None, None, g_slow, state, slow, new, new_slow, n, h, rows, cols, K, V,
-        g_n, g_h, 0, 0, 0, 0, slow_n, slow_h, s_n, s_h, s_k, logits is not None, False,
+        query, key, written, strength, decay, None, None, g_slow, state, slow, new, new_slow, n, h, rows, cols, K, V,
+        0, 0, 0, 0, slow_n, slow_h, s_n, s_h, s_k, logits is not None,
     )  # fmt: skip
     if skip is not None:
         out += tl.load(skip + h).to(tl.float32) * value
@@ -87,11 +115,15 @@ def _token(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, g: Tensor | None, g_slow: Tensor | None,
     logits: Tensor | None, gain: Tensor | None, skip: Tensor | None, state: Tensor, slow: Tensor | None,
     places: list[int], groups: int, unit: bool, most: float, scale: float, dtype: torch.dtype,
+    shift: Tensor | None = None, rate: Tensor | None = None, taper: Tensor | None = None,
+    position: Tensor | None = None, shape: str | None = None, factor: float = 1.0, least: float = 0.0,
+    limit_of_step: float | None = None, gains: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """The outputs `[B, 1, H, V]`, and the next states of the convolution and of the memory, fast and slow.
 
     `places` are the first channels of queries, keys and values in `x [B, 1, D]`, whose last axis has stride 1, as that
-    of all tensors. The strides of both states are equal.
+    of all tensors. The strides of both states are equal. With a `shape`, g are activations, and the arguments from
+    `shift` on are those of the law of log-decays; its step size is also the factor of values if it `gains`.
     """
     (batch, heads, rows, columns), channels = state.shape, x.shape[2]
     o, new_conv = x.new_empty(batch, 1, heads, columns, dtype=dtype), torch.empty_like(conv, dtype=x.dtype)
@@ -100,10 +132,12 @@ def _token(
     ]
     strides = [(0, 0) if part is None else (part.stride(0), part.stride(2)) for part in (g, g_slow, logits, gain)]
     launch(_token_kernel, (triton.cdiv(columns, COLUMNS), batch * heads))(
-        x, weight, bias, conv, g, g_slow, logits, gain, skip, state, slow, o, new_conv, states[0],
-        None if slow is None else states[1], scale, most, heads, heads // groups, rows, columns, channels, *places,
-        x.stride(0), *[number for pair in strides for number in pair], *state.stride()[:3],
-        W=weight.shape[1], UNIT=unit, EPS=EPS, BK=max(16, triton.next_power_of_2(rows)), BV=COLUMNS,
+        x, weight, bias, conv, g, g_slow, logits, gain, skip, state, slow, shift, rate, taper, position, o, new_conv,
+        states[0], None if slow is None else states[1], scale, most, factor, least, limit(limit_of_step), heads,
+        heads // groups, rows, columns, channels, *places, x.stride(0),
+        *[number for pair in strides for number in pair], positions(position)[0], *state.stride()[:3],
+        W=weight.shape[1], UNIT=unit, EPS=EPS, SHAPE=None if shape is None else SHAPES[shape], GAIN=gains,
+        BK=max(16, triton.next_power_of_2(rows)), BV=COLUMNS,
     )  # fmt: skip
     return [o, new_conv, *states]
 
