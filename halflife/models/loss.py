@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halflife.ops.linear import is_fast
+from halflife.ops.linear import weight_of
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
@@ -75,14 +75,7 @@ def _scored(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def _plain_weight(head: Tensor | nn.Module) -> Tensor | None:
     """The weight W of a head that is `x Wᵀ` and nothing else, or None for a head that must be called."""
-    if isinstance(head, Tensor):
-        return head
-    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
-    # accelerate replaces the method of the object; so does `fast_linears`, which changes nothing.
-    replaced = "forward" in vars(head) and not is_fast(head)
-    plain = type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter
-    weight: Any = getattr(head, "weight", None)
-    return weight if plain and not (hooks or replaced) else None
+    return head if isinstance(head, Tensor) else weight_of(head)
 
 
 def _recomputed_loss(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:

@@ -189,20 +189,16 @@ def _copied(copies: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def is_fast(module: nn.Module) -> bool:
-    """Whether `fast_linears` has replaced the `forward` of this module."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _forward
-
-
 def weight_of(module: nn.Module) -> Tensor | None:
-    """The weight W of a map that is `x Wᵀ` and nothing else, or None for one that must be called.
+    """The weight W of a map that is `x Wᵀ` and nothing else.
 
-    Such are maps with a bias, a hook, an adapter or a quantised weight.
+    It is None for a map that must be called, because it has a bias, a hook, an adapter or a quantised weight.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     # accelerate replaces the method of the object; so do `fast_linears` and `cast_weights`, which change nothing.
     forward = vars(module).get("forward")
-    ours = forward is None or is_fast(module) or getattr(forward, "func", None).__class__ is MethodType
+    fast = getattr(forward, "__func__", None) is _forward
+    ours = forward is None or fast or isinstance(getattr(getattr(forward, "func", None), "__self__", None), _Products)
     weight: Any = getattr(module, "weight", None)
     plain = type(module) is nn.Linear and module.bias is None and type(weight) in (nn.Parameter, Tensor)
     return weight if plain and ours and not hooks else None
