@@ -69,8 +69,16 @@ def test_rows_and_documents(name, recompute):
 
 
 @pytest.mark.slow
-def test_by_inductor():
-    in_a_process("compare('mamba2+post+gate_rank', ROWS, 3, exact=BY_INDUCTOR)", "inductor")
+@pytest.mark.parametrize(
+    ("name", "batches", "settled"),
+    [
+        ("mamba2+post+gate_rank", ROWS, 3),
+        ("mamba2+log_linear", [(2, 64, None), (2, 96, None), (2, 64, None)], 2),
+        ("fox", [(2, 64, None), (2, 96, None), (2, 64, None)], 2),
+    ],
+)
+def test_by_inductor(name, batches, settled):
+    in_a_process(f"compare({name!r}, {batches}, {settled}, exact=BY_INDUCTOR)", "inductor")
 
 
 TRAIN = "from halflife.cli import main; from halflife.models import compiled; compiled.BACKEND = {!r}; main()"

@@ -36,6 +36,8 @@ class ForgettingAttention(Attention):
         options: those of `Attention`.
     """
 
+    loops_over_length = True  # see `models.compiled`
+
     def __init__(self, place: Place, *, position: str = "none", **options: Any) -> None:
         super().__init__(place, position=position, **options)
         self.decay = decays.build("gla", num_heads=self.num_heads, head_dim=self.head_dim, tau=1)  # log σ(f)

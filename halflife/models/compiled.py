@@ -36,7 +36,8 @@ def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iter
 
     Yields:
         A function that returns how many graphs were compiled so far. A batch of another kind compiles again: the first
-        one, the first of another length (whose graphs then hold for every length), packed documents, and a single one.
+        one, the first of another length (whose graphs then hold for every length, but in log-linear and forgetting
+        attention), packed documents, and a single one.
     """
     from torch._dynamo import config
     from torch._dynamo.utils import counters
@@ -75,7 +76,10 @@ def _compiled(block: nn.Module, recompute: Sequence[str]) -> Callable[..., tuple
         from halflife.ops.backends.recompute import policy
 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(policy, recompute))
-    fast: Any = torch.compile(partial(checkpoint, run, **options) if recompute else run, backend=BACKEND)
+    # Loops over powers of two of the length, or over pieces, have graphs of one length; inductor fails at others.
+    dynamic = False if any(getattr(part, "loops_over_length", False) for part in block.modules()) else None
+    whole = partial(checkpoint, run, **options) if recompute else run
+    fast: Any = torch.compile(whole, backend=BACKEND, dynamic=dynamic)
 
     def forward(x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
         if not torch.is_grad_enabled():

@@ -43,6 +43,7 @@ class LogLinear(nn.Module):
             position has binary digits. Elsewhere, and in compiled code, a shape cannot depend on the position.
     """
 
+    reads_longest = loops_over_length = True  # see `models.compiled`
     all_levels = False  # whether all L − 1 states are stored, also on a CPU; `halflife.export` sets it
 
     def __init__(self, hidden_size: int, num_heads: int, *, num_levels: int = 16) -> None:

@@ -57,7 +57,7 @@ class Rows:
             bounds = packing.cu_seqlens.to(position)
             lengths, longest = bounds.diff(), packing.longest
             starts = torch.arange(batch, device=bounds.device) * longest - bounds[:-1]
-            index = torch.arange(length, device=bounds.device) + starts.repeat_interleave(lengths)
+            index = torch.arange(length, device=bounds.device) + starts[packing.sequence]
             empty = [x.new_zeros(batch * longest, *x.shape[2:]) for x in tensors]
             tensors = [
                 out.index_copy(0, index, x[0]).unflatten(0, (batch, longest))
