@@ -49,7 +49,6 @@ def states_kernel(
         read = load(reads + row, cc, kk, inside, H * K, K, BK)
         if v is not None:
             vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
-            added = load(adds + row, cc, kk, inside, H * K, K, BK)
         us = product(state, tl.trans(read), tl.zeros([BV, C], tl.float32), PRECISION)
         if states is not None:
             store(states + here * (K * V), state, vv, kk, vv < V, K, K, BK)
@@ -66,6 +65,7 @@ def states_kernel(
         state *= tl.load(kept + here * K + kk, mask=kk < K, other=0.0)[None, :]
         state = product(us, load(writes + row, cc, kk, inside, H * K, K, BK), state, PRECISION)
         if v is not None:
+            added = load(adds + row, cc, kk, inside, H * K, K, BK)  # here, where it holds registers for one product
             state = product(tl.trans(vs), added, state, PRECISION)
     if leaving is not None:
         store_state(leaving + place, tl.trans(state), kk, vv, K, V)
