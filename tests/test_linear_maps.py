@@ -337,6 +337,9 @@ def test_a_map_of_another_input_is_its_own_product():
     assert_same(run(x), first)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same({"b": run(y)["b"]}, {"b": block["b"](y)})
+    block["b"].weight.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not linear_module._Products([*block.values()], vars(block)["_one_product"]).group
     block["b"] = nn.Linear(4, 5, bias=False)
     assert [part.shape[-1] for part in run(x).values()] == [3, 5]
 

@@ -89,8 +89,13 @@ class _Products:
     """
 
     def __init__(self, maps: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Linear]] | None) -> None:
-        # An adapter may have taken the place of a map since they were found.
-        known = [group for group in groups or () if all(part in maps and part.bias is None for part in group)]
+        # Since they were found an adapter may have taken the place of a map, or a part of them may have been frozen,
+        # whose gradients would be computed for nothing.
+        known = [
+            group for group in groups or ()
+            if all(part in maps and part.bias is None for part in group)
+            and len({part.weight.requires_grad for part in group}) == 1
+        ]  # fmt: skip
         self.group = {part: group for group in known for part in group}
         self.maps = [*self.group, *[part for part in maps if part not in self.group]]
         self.done: dict[nn.Linear, tuple[Tensor, Tensor]] = {}  # map → its input and output
