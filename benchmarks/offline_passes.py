@@ -97,7 +97,7 @@ def _mixed(count: int, packed: bool = False) -> tuple[Tensor, ...]:
     x, before = leaf(BATCH, LENGTH, 1024, dtype=torch.float32), None
     if packed:
         before = leaf(BATCH, LENGTH, 1024, dtype=torch.float32)
-    return rwkv7.token_mix(x, before, [weight(1024) for _ in range(count)])
+    return rwkv7.token_mix(x, before, [weight(1024) for _ in range(count)], last=not packed)
 
 
 def _keys(heads: int, size: int) -> tuple[Tensor, ...]:

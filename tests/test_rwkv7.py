@@ -121,6 +121,13 @@ def test_time_mix_equals_flas_parts():
     assert_close(with_grads((got, last["memory"]), arguments), with_grads((y, state), arguments), SINGLE)
 
 
+def test_a_token_is_copied_into_the_state():
+    """A decoder may write the next token into the memory of this one."""
+    x = inputs(1, 1, torch.float32)
+    for mixer in (rwkv7(HIDDEN, HEADS), RWKV7ChannelMix(HIDDEN)):
+        assert mixer(x)[1]["shift"].data_ptr() != x.data_ptr()
+
+
 @on_linux
 def test_channel_mix_equals_fla():
     layer = noisy(RWKV7ChannelMix(HIDDEN), torch.float32)

@@ -185,7 +185,7 @@ def test_mixtures_of_tokens(count, dtype, shape, kind, monkeypatch):
     def run(backend, x, mu, before=None):
         if kind == "given":
             before = torch.cat([before, before[:, :1]], 1)[:, : shape[1]]
-        return rwkv7.token_mix(strided(x), before, mu.unbind(), backend)
+        return rwkv7.token_mix(strided(x), before, mu.unbind(), kind != "given" and shape[1] > 0, backend)
 
     check(run, tensors, dtype, wide=("mu",))
 
@@ -193,7 +193,7 @@ def test_mixtures_of_tokens(count, dtype, shape, kind, monkeypatch):
 def test_more_mixtures_run_in_torch():
     x = torch.randn(1, 1, 2)
     with pytest.raises(dispatch.CannotRun, match="at most 6 mixtures; got 7"):
-        rwkv7.token_mix(x, x, [*torch.randn(7, 2)], "triton")
+        rwkv7.token_mix(x, x, [*torch.randn(7, 2)], backend="triton")
 
 
 @pytest.fixture
@@ -300,8 +300,8 @@ GIVEN = {
     "rwkv7_output": (X4, X4[..., 0], X4 + 1, X4.flatten(2), *X4[0, :2].flatten(1), 1e-3, torch.bfloat16),
     "rwkv7_values": (X4, X4 + 1, X4 - 1, X4[0, 0]),
     "relu_square": (X,),
-    "token_mix of one tensor": (X, X[:, 0], torch.randn(1, 4), torch.float32),
-    "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32),
+    "token_mix of one tensor": (X, X[:, 0], torch.randn(1, 4), torch.float32, True),
+    "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32, False),
     "rotate": (torch.randn(2, 3, 2, 4), *(f(torch.randn(1, 3, 2)) for f in (torch.cos, torch.sin)), 1.0),
 }  # fmt: skip
 

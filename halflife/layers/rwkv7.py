@@ -55,9 +55,10 @@ class TokenShift(nn.ParameterDict):
     pass_backend = "auto"  # see `set_backend`
     __call__ = nn.Module.__call__  # torch's dict of parameters refuses calls
 
-    def forward(self, x: Tensor, before: Tensor | None) -> dict[str, Tensor]:
-        """Tokens `x [B, T, D]` and those before them, as in `token_mix` → the input of each map by its name."""
-        return dict(zip(self, token_mix(x, before, [*self.values()], self.pass_backend), strict=True))
+    def forward(self, x: Tensor, first: Tensor | None, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:
+        """Tokens `x [B, T, D]` → the input of each map by its name, and the last token of each sequence."""
+        *mixed, last = _shifted(x, first, packing, [*self.values()], self.pass_backend)
+        return dict(zip(self, mixed, strict=True)), last
 
 
 class HeadNorm(nn.Module):
@@ -174,8 +175,7 @@ class RWKV7(Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
-        before, last = _shifted(x, state.get("shift"), packing)
-        xs: dict[str, Tensor] = self.mu(x, before)  # pyright: ignore[reportCallIssue]
+        xs, last = self.mu(x, state.get("shift"), packing)  # pyright: ignore[reportCallIssue]
         r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
@@ -252,17 +252,17 @@ class RWKV7ChannelMix(Mixer):
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        before, last = _shifted(x, state.get("shift"), packing)
-        (mixed,) = token_mix(x, before, [self.mu], self.pass_backend)
+        mixed, last = _shifted(x, state.get("shift"), packing, [self.mu], self.pass_backend)
         y = self.v_proj(relu_square(self.k_proj(mixed), self.pass_backend))
         return y, {"shift": last}
 
 
-def _shifted(x: Tensor, first: Tensor | None, packing: Packing) -> tuple[Tensor | None, Tensor]:
-    """What precedes the tokens of x, as `token_mix` takes it, and the last token of each sequence `[N, D]`."""
+def _shifted(x: Tensor, first: Tensor | None, packing: Packing, mu: list[Tensor], backend: str) -> tuple[Tensor, ...]:
+    """The mixtures of tokens of x with those before them, and the last token of each sequence `[N, D]`."""
     if packing.cu_seqlens is not None or not x.shape[1]:
-        return packing.delay(x, first)
-    return None if first is None else first.to(x.dtype), x[:, -1]
+        before, last = packing.delay(x, first)
+        return *token_mix(x, before, mu, backend=backend), last
+    return token_mix(x, None if first is None else first.to(x.dtype), mu, True, backend)
 
 
 def _shift_start(size: int, exponent: float) -> Tensor:

@@ -22,7 +22,9 @@ from halflife.precision import ROOMY, product_dtype
 MIXTURES = 6  # of a Triton kernel, all in one program
 
 
-def token_mix(x: Tensor, before: Tensor | None, mu: Sequence[Tensor], backend: str = "auto") -> tuple[Tensor, ...]:
+def token_mix(
+    x: Tensor, before: Tensor | None, mu: Sequence[Tensor], last: bool = False, backend: str = "auto"
+) -> tuple[Tensor, ...]:
     """RWKV's mixtures `x + μ_i ⊙ (x' − x)` of each token with x', the one before, `[B, T, D]` for each μ_i.
 
     Under autocast on a GPU the kernel rounds them to autocast's dtype, as the products that take them would.
@@ -31,19 +33,22 @@ def token_mix(x: Tensor, before: Tensor | None, mu: Sequence[Tensor], backend: s
         x: `[B, T, D]`.
         before: x' `[B, T, D]`, or `[B, D]` for what precedes the first token of each row; None means zeros there.
         mu: any number of μ_i `[D]`.
+        last: whether to return a copy of the last token of each row too, `[B, D]`. Then T ≥ 1.
         backend: see the top of the module.
     """
     if x.is_cpu and backend == "auto":  # which has no kernel
-        return _token_mix(x, before, *mu)
-    return run_pass("token_mix", backend, (x, before, *mu))
+        return _token_mix(x, before, *mu, last)
+    return run_pass("token_mix", backend, (x, before, *mu), last)
 
 
-def _token_mix(x: Tensor, before: Tensor | None, *mu: Tensor) -> tuple[Tensor, ...]:
+def _token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    *mu, last = rest
     if before is None or before.ndim == 2:
         first = x.new_zeros(len(x), x.shape[2]) if before is None else before
         before = torch.cat([first.unsqueeze(1), x], 1)[:, :-1]
     change = before - x
-    return tuple([torch.addcmul(x, change, factor) for factor in mu])
+    mixed = tuple([torch.addcmul(x, change, factor) for factor in mu])
+    return (*mixed, x[:, -1].clone()) if last else mixed
 
 
 def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | None:
@@ -52,15 +57,16 @@ def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | No
     return triton.why_not_pass(op, device, tensors)
 
 
-define("token_mix", x="B T D", before="B T D | B D | None", mu_1="D", mu_2="D")
+define("token_mix", x="B T D", before="B T D | B D | None", mu_1="D", mu_2="D", settings={"last": False})
 for _backend in ("chunked", "reference"):
     implements("token_mix", _backend, _token_mix, traceable=True)
 
 
 @implements("token_mix", "triton", why_not=_why_not_mix)
-def _triton_token_mix(x: Tensor, before: Tensor | None, *mu: Tensor) -> tuple[Tensor, ...]:
+def _triton_token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    *mu, last = rest
     rows = mu[0].unsqueeze(0) if len(mu) == 1 else torch.stack(mu)
-    return tuple(triton.custom_op("token_mix")(x, before, rows, product_dtype(x)))
+    return tuple(triton.custom_op("token_mix")(x, before, rows, product_dtype(x), last))
 
 
 def rwkv7_keys(

@@ -68,6 +68,7 @@ def _mix_kernel(
     o3,
     o4,
     o5,
+    end,
     tokens,
     T,
     D,
@@ -85,6 +86,9 @@ def _mix_kernel(
     inside = (rows < tokens)[:, None] & (cols < D)[None, :]
     now = _entries(x, rows, cols, inside, T, x_b, x_t)
     change = _earlier(x, before, rows, cols, inside, T, x_b, x_t, before_b, before_t, OWN) - now
+    if end is not None:
+        ends = inside & (rows % T == T - 1)[:, None]
+        tl.store(end + (rows // T)[:, None] * D + cols[None, :], now.to(end.dtype.element_ty), mask=ends)
     place = rows.to(tl.int64)[:, None] * D + cols[None, :]
     _mix(o0, mu, now, change, place, cols, inside, D, 0)
     _mix(o1, mu, now, change, place, cols, inside, D, 1)
@@ -117,8 +121,8 @@ def _add(
 @triton.jit
 @no_type_check
 def _mix_back_kernel(
-    x, before, mu, d0, d1, d2, d3, d4, d5, dx, dbefore, dmu, tokens, T, D, x_b, x_t, before_b, before_t, count, tiles,
-    OWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    x, before, mu, d0, d1, d2, d3, d4, d5, dend, dx, dbefore, dmu, tokens, T, D, x_b, x_t, before_b, before_t, count,
+    tiles, OWN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(D, BC)
     block = (tl.program_id(0) // groups).to(tl.int64)
@@ -153,6 +157,9 @@ def _mix_back_kernel(
         all, old, later, sums = _add(
             d5, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 5
         )
+        if dend is not None:
+            ends = inside & (rows % T == T - 1)[:, None]
+            all += tl.load(dend + (rows // T)[:, None] * D + cols[None, :], mask=ends, other=0.0).to(tl.float32)
         tl.store(dx + place, (all - old + later).to(dx.dtype.element_ty), mask=inside)
         if dbefore is not None:
             at = place
@@ -165,32 +172,35 @@ def _mix_back_kernel(
     tl.store(dmu + place, sums, mask=(slots < count)[:, None] & (cols < D)[None, :])
 
 
-def _mixed(x: Tensor, before: Tensor | None, mu: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """`x + μ_i ⊙ (x' − x)` of `x [B, T, D]` for each row of `mu [R, D]`, in `dtype`.
+def _mixed(x: Tensor, before: Tensor | None, mu: Tensor, dtype: torch.dtype, last: bool) -> list[Tensor]:
+    """`x + μ_i ⊙ (x' − x)` of `x [B, T, D]` for each row of `mu [R, D]`, in `dtype`, and the last token if asked for.
 
     x' is `before [B, T, D]`, or the token before, and for the first ones `before [B, D]` or zeros.
     """
     outs = [x.new_empty(x.shape, dtype=dtype) for _ in range(len(mu))]
+    end = x.new_empty(x.shape[0], x.shape[2]) if last else None
     if x.numel():
         tensors, sizes, own = _given(x, before)
         blocks = triton.cdiv(sizes[0], ROWS) * triton.cdiv(sizes[2], COLUMNS)
         launch(_mix_kernel, (blocks,))(
-            *tensors, mu.contiguous(), *outs, *[None] * (MOST - len(outs)), *sizes, OWN=own, BR=ROWS, BC=COLUMNS
+            *tensors, mu.contiguous(), *outs, *[None] * (MOST - len(outs)), end, *sizes, OWN=own, BR=ROWS, BC=COLUMNS
         )
-    return outs
+    return outs if end is None else [*outs, end]
 
 
 def _mixed_backward(douts: list[Tensor], x: Tensor, before: Tensor | None, mu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, before (without entries for None) and mu."""
+    """The gradients of x, before (without entries for None) and mu. `douts` without entries stand for None."""
     tensors, sizes, own = _given(x, before)
     dx, dbefore = x.new_empty(x.shape), x.new_empty(0) if before is None else before.new_empty(before.shape)
     tiles = max(1, triton.cdiv(triton.cdiv(sizes[0], ROWS), PROGRAMS))
     blocks = triton.cdiv(sizes[0], ROWS * tiles)
     dmu = x.new_empty(blocks, *mu.shape, dtype=torch.float32)
+    given = [d if d.numel() else None for d in douts]
+    given[len(mu) : len(mu)] = [None] * (MOST - len(mu))
     if x.numel():
         launch(_mix_back_kernel, (blocks * triton.cdiv(sizes[2], COLUMNS),))(
-            *tensors, mu.contiguous(), *douts, *[None] * (MOST - len(douts)), dx, None if before is None else dbefore,
-            dmu, *sizes, len(mu), tiles, OWN=own, BR=ROWS, BC=COLUMNS,
+            *tensors, mu.contiguous(), *given, *[None] * (MOST + 1 - len(given)), dx,
+            None if before is None else dbefore, dmu, *sizes, len(mu), tiles, OWN=own, BR=ROWS, BC=COLUMNS,
         )  # fmt: skip
     elif own and before is not None:
         dbefore = torch.zeros_like(before)
@@ -207,13 +217,15 @@ def _given(x: Tensor, before: Tensor | None) -> tuple[list[Tensor | None], list[
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3])
+    ctx.set_materialize_grads(False)  # a training step does not use the last tokens
 
 
-def _grad(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
+def _grad(ctx: Any, douts: list[Tensor | None]) -> tuple[Any, ...]:
     only_first_derivatives()
     x, before, mu = ctx.saved_tensors
-    dx, dbefore, dmu = _gradients([d.contiguous() for d in douts], x, before, mu)
-    return dx, None if before is None else dbefore, dmu.to(mu.dtype), None
+    given = [x.new_empty(0) if d is None else d.contiguous() for d in douts]
+    dx, dbefore, dmu = _gradients(given, x, before, mu)
+    return dx, None if before is None else dbefore, dmu.to(mu.dtype), None, None
 
 
 _gradients = declare("triton_token_mix_backward", _mixed_backward)
