@@ -177,6 +177,8 @@ def test_rotations(dtype, pairs, rest, batch, rows, length):
 def test_mixtures_of_tokens(count, dtype, shape, kind, monkeypatch):
     """Of tokens with those before them, which are given with other strides, or are in x but for the first ones."""
     monkeypatch.setattr(mixing, "ROWS", 4)
+    monkeypatch.setattr(mixing, "ROWS_BACK", 2)
+    monkeypatch.setattr(mixing, "PROGRAMS", 2)
     draw = generator(count)
     given = {"given": shape, "first": (shape[0], shape[2])}
     tensors = {"x": shape, "mu": (count, shape[2])} | ({"before": given[kind]} if kind in given else {})

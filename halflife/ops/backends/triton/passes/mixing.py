@@ -19,6 +19,7 @@ from halflife.ops.backends.triton.op import declare
 
 MOST = 6  # outputs, for which the kernels have arguments
 ROWS, COLUMNS = 16, 64  # tokens and channels of a tile
+ROWS_BACK = 8  # tokens of a tile in the backward pass
 BLOCK = 1024  # entries of a program of ReLU²
 PROGRAMS = 128  # programs a block of channels, at most, in the backward pass
 
@@ -139,6 +140,9 @@ def _mix_back_kernel(
         all = tl.zeros([BR, BC], tl.float32)
         old = tl.zeros([BR, BC], tl.float32)
         later = tl.zeros([BR, BC], tl.float32)
+        if dend is not None:
+            ends = inside & (rows % T == T - 1)[:, None]
+            all += tl.load(dend + (rows // T)[:, None] * D + cols[None, :], mask=ends, other=0.0).to(tl.float32)
         all, old, later, sums = _add(
             d0, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 0
         )
@@ -157,9 +161,6 @@ def _mix_back_kernel(
         all, old, later, sums = _add(
             d5, mu, all, old, later, sums, change, place, cols, inside, follows, slots, D, OWN, 5
         )
-        if dend is not None:
-            ends = inside & (rows % T == T - 1)[:, None]
-            all += tl.load(dend + (rows // T)[:, None] * D + cols[None, :], mask=ends, other=0.0).to(tl.float32)
         tl.store(dx + place, (all - old + later).to(dx.dtype.element_ty), mask=inside)
         if dbefore is not None:
             at = place
@@ -192,15 +193,15 @@ def _mixed_backward(douts: list[Tensor], x: Tensor, before: Tensor | None, mu: T
     """The gradients of x, before (without entries for None) and mu. `douts` without entries stand for None."""
     tensors, sizes, own = _given(x, before)
     dx, dbefore = x.new_empty(x.shape), x.new_empty(0) if before is None else before.new_empty(before.shape)
-    tiles = max(1, triton.cdiv(triton.cdiv(sizes[0], ROWS), PROGRAMS))
-    blocks = triton.cdiv(sizes[0], ROWS * tiles)
+    tiles = max(1, triton.cdiv(triton.cdiv(sizes[0], ROWS_BACK), PROGRAMS))
+    blocks = triton.cdiv(sizes[0], ROWS_BACK * tiles)
     dmu = x.new_empty(blocks, *mu.shape, dtype=torch.float32)
     given = [d if d.numel() else None for d in douts]
     given[len(mu) : len(mu)] = [None] * (MOST - len(mu))
     if x.numel():
         launch(_mix_back_kernel, (blocks * triton.cdiv(sizes[2], COLUMNS),))(
             *tensors, mu.contiguous(), *given, *[None] * (MOST + 1 - len(given)), dx,
-            None if before is None else dbefore, dmu, *sizes, len(mu), tiles, OWN=own, BR=ROWS, BC=COLUMNS,
+            None if before is None else dbefore, dmu, *sizes, len(mu), tiles, OWN=own, BR=ROWS_BACK, BC=COLUMNS,
         )  # fmt: skip
     elif own and before is not None:
         dbefore = torch.zeros_like(before)
