@@ -201,8 +201,10 @@ def token_by_kernel(layer, x, state):
         y, new = layer._token(x, xbc, f, position, state, packing)
         return layer.out_proj(layer.norm(y.flatten(-2), z)), new
     assert layer.one_kernel
-    parts, _ = layer.log_decays(layer.decay_input(x), position, state, packing, evaluate=False)
-    o, new = layer._token(x, layer.qkv_proj(x), parts.g, state, packing)
+    o, new = layer.decay(
+        layer.decay_input(x), position=position, parts=True,
+        then=lambda parts: layer._token(x, layer.qkv_proj(x), parts.g, state, packing),
+    )  # fmt: skip
     return layer.out_proj(layer.gate(o, x)), new
 
 

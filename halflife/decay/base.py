@@ -104,8 +104,8 @@ class Decay(Float32Module):
     def forward(
         self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
         parts: bool = False, with_step: bool = True, taper: Tensor | None = None, offset: Tensor | None = None,
-        evaluate: bool = True,
-    ) -> Tensor | DecayParts:  # fmt: skip
+        then: Callable[[DecayParts], Any] | None = None,
+    ) -> Any:  # fmt: skip
         """Compute log-decays `g ≤ 0` in float32 (float64 for float64 activations).
 
         Args:
@@ -117,14 +117,15 @@ class Decay(Float32Module):
             with_step: whether the parts have the step size.
             taper, offset: PoST's α and the part of its stretch that does not depend on the position, see
                 `ops.laws`, in the shape of the base log-rates.
-            evaluate: False leaves a law to the kernel that takes a token; g is then `ops.laws.Unevaluated`.
+            then: a function whose result is returned, for a kernel that takes a token. It gets the parts, where g is
+                `ops.laws.Unevaluated` if there is a law. Its tensors may be freed after this call (FSDP).
         """
         with_step = parts and with_step and self.has_step_size
         if step is None and (law := self.law(log_rate)) is not None:
             self._check(f)
-            if not evaluate:
+            if then is not None:
                 law = law if offset is None else law.moved(offset)
-                return DecayParts(Unevaluated(f, law, taper, None if taper is None else position), None, None)
+                return then(DecayParts(Unevaluated(f, law, taper, None if taper is None else position), None, None))
             options = {"taper": taper, "offset": offset, "position": position, "with_step": with_step}
             g, step = log_decay(f, law, **options)
             return DecayParts(g, step, None) if parts else g
@@ -134,12 +135,13 @@ class Decay(Float32Module):
         g = self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
         if taper is not None and position is not None:
             g = g * log_stretch(position, taper, offset).exp().to(g.dtype)
-        return DecayParts(g, step, None) if parts else g
+        found = DecayParts(g, step, None)
+        return then(found) if then is not None else found if parts else g
 
     @property
-    def watched(self) -> bool:
-        """Whether a hook reads what `forward` returns, which must be numbers then."""
-        return bool(self._forward_hooks)
+    def leaves_law(self) -> bool:
+        """Whether `forward` takes `then`. It does not where a hook reads the log-decays that it returns."""
+        return not (self.stateful or self.reads_shared or self._forward_hooks)
 
     @classmethod
     def has_law(cls) -> bool:

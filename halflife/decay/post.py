@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,12 +147,12 @@ class PoST(Decay):
 
     def forward(
         self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
-        parts: bool = False, with_step: bool = True, evaluate: bool = True,
-    ) -> Tensor | DecayParts:  # fmt: skip
+        parts: bool = False, with_step: bool = True, then: Callable[[DecayParts], Any] | None = None,
+    ) -> Any:  # fmt: skip
         if position is None:
             position = torch.arange(1, f.shape[1] + 1, device=f.device)
         base, taper = self._spectrum()
-        options: dict[str, Any] = {"log_rate": base.view(self.base_shape)} | ({} if evaluate else {"evaluate": False})
+        options: dict[str, Any] = {"log_rate": base.view(self.base_shape)} | ({} if then is None else {"then": then})
         if taper is not None and (self.sorts_log_rates or self.decay.has_law()):
             offset = self._offset(taper)
             options |= {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from halflife.decay import Decay, DecayParts
@@ -38,16 +36,12 @@ class DecayGate(Mixer):
 
     def log_decays(
         self, f: Tensor, position: Tensor, state: State, packing: Packing, shared: Shared | None = None, *,
-        with_step: bool = False, evaluate: bool = True,
+        with_step: bool = False,
     ) -> tuple[DecayParts, State]:  # fmt: skip
-        """The log-decays in the shape of f with their parts, and the new state of the decay, or an empty dict.
-
-        `evaluate` is that of `Decay.forward`.
-        """
+        """The log-decays in the shape of f with their parts, and the new state of the decay, or an empty dict."""
         assert self.decay is not None
         if not self.decay.stateful:
-            more: dict[str, Any] = {} if evaluate else {"evaluate": False}
-            more |= {"shared": shared} if self.decay.reads_shared else {}
+            more = {"shared": shared} if self.decay.reads_shared else {}
             return self.decay(f, position=position, parts=True, with_step=with_step, **more), {}
         g, new = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
         return DecayParts(g, None, None), {} if new is None else {"decay": new}

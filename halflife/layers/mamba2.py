@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halflife.decay import DecayParts
 from halflife.layers import ssm_features
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
@@ -144,16 +145,20 @@ class Mamba2(HasMemory, Mixer):
     ) -> tuple[Tensor, State]:
         """The values of one token of each sequence before the output norm, and the new state, by one kernel."""
         inner, shared, _ = self.conv_splits
-        g, step, log_stretch = self.decay(
-            f, position=position, parts=True, evaluate=self.stretch_gain or self.decay.watched
-        )
-        if self.stretch_gain:
-            step = step * log_stretch().exp()
-        places = inner + shared, inner, 0  # of queries, keys and values
-        token = {"places": places, "groups": self.num_groups, "gain": step, "gains": step is None}
 
-        def run(skip: Tensor) -> tuple[Tensor, State]:
-            unconvolved = self.conv(xbc, state["conv"], packing, **token, skip=skip)
-            return self.memory(x, unconvolved, None, None, g, None, state, packing, scale=1)
+        def run(parts: DecayParts) -> tuple[Tensor, State]:
+            gain = parts.step
+            if self.stretch_gain and gain is not None and parts.log_stretch is not None:
+                gain = gain * parts.log_stretch().exp()
+            token = {"places": (inner + shared, inner, 0), "groups": self.num_groups}  # of queries, keys and values
+            token |= {"gain": gain, "gains": gain is None}
 
-        return self.skip(run=run)
+            def step(skip: Tensor) -> tuple[Tensor, State]:
+                unconvolved = self.conv(xbc, state["conv"], packing, **token, skip=skip)
+                return self.memory(x, unconvolved, None, None, parts.g, None, state, packing, scale=1)
+
+            return self.skip(run=step)
+
+        if self.stretch_gain or not self.decay.leaves_law:
+            return run(self.decay(f, position=position, parts=True))
+        return self.decay(f, position=position, parts=True, then=run)

@@ -207,10 +207,15 @@ class LinearMixer(DecayGate, HasMemory):
         g, key, gain, new = None, None, None, {}
         qkv = self.qkv_proj(x)
         token = not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing)
+        if token and self.decay is not None and self.decay.leaves_law:
+            o, memory = self.decay(
+                self.decay_input(x), position=position, parts=True, with_step=False,
+                then=lambda parts: self._token(x, qkv, parts.g, state, packing),
+            )  # fmt: skip
+            return self._output(o, x), memory
         if self.decay is not None:
             f = self.decay_input(x)
-            options = {"with_step": self.share_keys, "evaluate": not token or self.decay.watched}
-            parts, new = self.log_decays(f, position, state, packing, shared, **options)
+            parts, new = self.log_decays(f, position, state, packing, shared, with_step=self.share_keys)
             g = parts.g
             if self.update.stretch_gain and parts.log_stretch is not None:
                 gain = parts.log_stretch().exp()
@@ -225,8 +230,12 @@ class LinearMixer(DecayGate, HasMemory):
                 qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
             q, k, v = self.heads(qkv, key, position)
             o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
+        return self._output(o, x), new | memory
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        """The outputs of the layer from those of its op."""
         y = self.gate(o.to(ROOMY[x.dtype]), x)
-        return self.out_proj(y.half() if x.dtype == torch.float16 else y), new | memory
+        return self.out_proj(y.half() if x.dtype == torch.float16 else y)
 
     @property
     def one_kernel(self) -> bool:
