@@ -193,15 +193,14 @@ class RWKV7(Mixer):
 
     def values(self, x: Tensor, shared: Shared | None) -> Tensor:
         """`v [B, T, H, V]`, interpolated towards the values of the first layer, which `shared` holds."""
-        v = self._per_head(self.v_proj(x))
-        if shared is None:
-            return v
+        v = self.v_proj(x)
         if self.value_lora is None or self.v0 is None:
-            shared["value"] = v.flatten(-2)
-        elif "value" in shared:
-            first, rate, bias = (self._per_head(x) for x in (shared["value"], self.value_lora(x), self.v0))
-            return rwkv7_values(v, first, rate, bias, self.pass_backend)
-        return v
+            if shared is not None:
+                shared["value"] = v
+        elif shared is not None and "value" in shared:
+            parts = (self._per_head(x) for x in (v, shared["value"], self.value_lora(x), self.v0))
+            return rwkv7_values(*parts, backend=self.pass_backend)
+        return self._per_head(v)
 
     def keys(self, x: Tensor, x_iclr: Tensor, r: Tensor | None) -> tuple[Tensor, ...]:
         """`k`, and the vectors with which the correction reads, `−κ̂`, and writes, `κ̂ ⊙ a`, all `[B, T, H, K]`.
