@@ -207,13 +207,8 @@ class LinearMixer(DecayGate, HasMemory):
         g, key, gain, new = None, None, None, {}
         qkv = self.qkv_proj(x)
         token = not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing)
-        if token and self.decay is not None and self.decay.leaves_law:
-            o, memory = self.decay(
-                self.decay_input(x), position=position, parts=True, with_step=False,
-                then=lambda parts: self._token(x, qkv, parts.g, state, packing),
-            )  # fmt: skip
-            return self._output(o, x), memory
-        if self.decay is not None:
+        law = self.decay if token and self.decay is not None and self.decay.leaves_law else None
+        if self.decay is not None and law is None:
             f = self.decay_input(x)
             parts, new = self.log_decays(f, position, state, packing, shared, with_step=self.share_keys)
             g = parts.g
@@ -223,19 +218,20 @@ class LinearMixer(DecayGate, HasMemory):
                 key = self.decay.shared_key(f, parts, state.get("decay"), packing)
             if self.paired:
                 g = torch.cat([g[..., : self.paired], g], -1)
-        if token:
+        if law is not None:
+            o, memory = law(
+                self.decay_input(x), position=position, parts=True, with_step=False,
+                then=lambda parts: self._token(x, qkv, parts.g, state, packing),
+            )  # fmt: skip
+        elif token:
             o, memory = self._token(x, qkv, g, state, packing)
         else:
             if self.conv is not None:
                 qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
             q, k, v = self.heads(qkv, key, position)
             o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
-        return self._output(o, x), new | memory
-
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        """The outputs of the layer from those of its op."""
         y = self.gate(o.to(ROOMY[x.dtype]), x)
-        return self.out_proj(y.half() if x.dtype == torch.float16 else y)
+        return self.out_proj(y.half() if x.dtype == torch.float16 else y), new | memory
 
     @property
     def one_kernel(self) -> bool:
