@@ -122,6 +122,8 @@ class _Counting(TorchDispatchMode):
             kwargs = {**kwargs, "output_size": self.count.tokens}
         out = function(*args, **kwargs)
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if function is ATEN._foreach_copy_.default:  # it returns nothing
+            results = [x for x in args[0] if x.is_meta]
         view = function.is_view or function in FREE or "meta" not in {x.device.type for x in results}
         if not view and any(x.numel() for x in results):
             work = flop_registry.get(function.overloadpacket)

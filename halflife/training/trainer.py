@@ -85,7 +85,7 @@ class HalflifeTrainer(Trainer):
         self._globalstep_last_logged = window["logged"]
         for name, module in self._gate_modules().items():
             if (sums := window["gates"].get(name)) is not None:
-                module.counts = torch.tensor(sums, device=self.args.device)
+                module.counts = [*torch.tensor(sums, device=self.args.device)]
 
     def _carried(self) -> CarriedStates | None:
         return getattr(self.model, "carried", None)
@@ -95,7 +95,8 @@ class HalflifeTrainer(Trainer):
         return {name: module for name, module in model.named_modules() if isinstance(module, GateRank)}
 
     def _gates(self) -> dict[str, list[float] | None]:
-        return {name: None if m.counts is None else m.counts.tolist() for name, m in self._gate_modules().items()}
+        counts = {name: module.counts for name, module in self._gate_modules().items()}
+        return {name: None if sums is None else torch.stack(sums).tolist() for name, sums in counts.items()}
 
     def _mean(self, value: torch.Tensor) -> float:
         """The mean of a scalar over the processes."""

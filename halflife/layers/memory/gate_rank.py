@@ -127,7 +127,8 @@ class GateRank(nn.Module):
         check_reset_law(reset_law, delta=False)
         self.reset_law, self.trained = reset_law, trained
         self.requires_grad_(trained)
-        self.counts: Tensor | None = None  # sums since the last call of `statistics`
+        # Sums since the last call of `statistics`: resets, tokens, sequences, and squares of the fast and slow states.
+        self.counts: list[Tensor] | None = None
 
     def reset_parameters(self) -> None:
         reset(self, self.initial)
@@ -168,8 +169,8 @@ class GateRank(nn.Module):
         if key not in packing.kept:
             packing.kept[key] = fast.new_full((), g_slow.numel()), fast.new_full((), states.numel())
         sizes = packing.kept[key]
-        sums = torch.stack([torch.linalg.vector_norm(g_slow, 0).float(), *sizes, *squares])
-        self.counts = sums if self.counts is None else self.counts + sums
+        sums = [torch.linalg.vector_norm(g_slow, 0).float(), *sizes, *squares]
+        self.counts = sums if self.counts is None else torch._foreach_add(self.counts, sums)  # pyright: ignore[reportPrivateImportUsage]
 
     def statistics(self) -> dict[str, float]:
         """Return statistics of the training steps since the last call, or an empty dict if there were none.
@@ -181,7 +182,7 @@ class GateRank(nn.Module):
         """
         if self.counts is None:
             return {}
-        resets, tokens, sequences, fast, slow = self.counts.tolist()
+        resets, tokens, sequences, fast, slow = torch.stack(self.counts).tolist()
         segments = resets + sequences
         self.counts = None
         return {
