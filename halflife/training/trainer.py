@@ -85,7 +85,7 @@ class HalflifeTrainer(Trainer):
         self._globalstep_last_logged = window["logged"]
         for name, module in self._gate_modules().items():
             if (sums := window["gates"].get(name)) is not None:
-                module.counts = [*torch.tensor(sums, device=self.args.device)]
+                module.counts = torch.tensor(sums, device=self.args.device).unbind()
 
     def _carried(self) -> CarriedStates | None:
         return getattr(self.model, "carried", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, ClassVar
 
@@ -128,7 +129,7 @@ class GateRank(nn.Module):
         self.reset_law, self.trained = reset_law, trained
         self.requires_grad_(trained)
         # Sums since the last call of `statistics`: resets, tokens, sequences, and squares of the fast and slow states.
-        self.counts: list[Tensor] | None = None
+        self.counts: Sequence[Tensor] | None = None
 
     def reset_parameters(self) -> None:
         reset(self, self.initial)
