@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, ClassVar
 
@@ -129,7 +128,7 @@ class GateRank(nn.Module):
         self.reset_law, self.trained = reset_law, trained
         self.requires_grad_(trained)
         # Sums since the last call of `statistics`: resets, tokens, sequences, and squares of the fast and slow states.
-        self.counts: Sequence[Tensor] | None = None
+        self.counts: tuple[Tensor, ...] | None = None
 
     def reset_parameters(self) -> None:
         reset(self, self.initial)
@@ -170,8 +169,10 @@ class GateRank(nn.Module):
         if key not in packing.kept:
             packing.kept[key] = fast.new_full((), g_slow.numel()), fast.new_full((), states.numel())
         sizes = packing.kept[key]
-        sums = [torch.linalg.vector_norm(g_slow, 0).float(), *sizes, *squares]
-        self.counts = sums if self.counts is None else torch._foreach_add(self.counts, sums)  # pyright: ignore[reportPrivateImportUsage]
+        sums = torch.linalg.vector_norm(g_slow, 0).float(), *sizes, *squares
+        if self.counts is not None:
+            sums = torch._foreach_add(self.counts, sums)  # pyright: ignore[reportPrivateImportUsage]
+        self.counts = sums
 
     def statistics(self) -> dict[str, float]:
         """Return statistics of the training steps since the last call, or an empty dict if there were none.
