@@ -75,16 +75,17 @@ def test_head_sizes(key, value):
 
 
 @cases(
-    "dtype, decay, bounds, shared",
-    (torch.float32, None, None, 2),
-    (torch.float32, "mixed", (0, 5, 5, 18), 1),
-    (torch.bfloat16, None, None, 1),
-    pytest.param(torch.float32, -torch.inf, None, 1, marks=pytest.mark.slow),
-    pytest.param(torch.float16, None, None, 2, marks=pytest.mark.slow),
+    "dtype, decay, bounds, heads, shared",
+    (torch.float32, None, None, 2, 2),
+    (torch.float32, "mixed", (0, 5, 5, 18), 1, 1),
+    (torch.bfloat16, None, None, 2, 1),
+    pytest.param(torch.float32, "mixed", (0, 5, 5, 18), 2, 1, marks=pytest.mark.slow),
+    pytest.param(torch.float32, -torch.inf, None, 2, 1, marks=pytest.mark.slow),
+    pytest.param(torch.float16, None, None, 2, 2, marks=pytest.mark.slow),
 )
-def test_the_delta_rule_under_a_vector_decay(dtype, decay, bounds, shared):
+def test_the_delta_rule_under_a_vector_decay(dtype, decay, bounds, heads, shared):
     """Its kernels are those of DPLR, with `a = −β e^g ⊙ k`, `b = k` and values `β v`."""
-    sizes = {"heads": 2, "key": 20, "value": 24, "sequences": len(bounds) - 1 if bounds else None}
+    sizes = {"heads": heads, "key": 20, "value": 24, "sequences": len(bounds) - 1 if bounds else None}
     arguments = op_inputs("delta_rule", "vector", 18, decay=decay, **sizes)
     arguments["k"] = arguments["k"][:, :, :shared]
     check(arguments, dtype, bounds, op=delta_rule)
