@@ -28,6 +28,7 @@ import offline_kernels  # noqa: E402
 import offline_models  # noqa: E402
 
 from halflife import LanguageModel, preset  # noqa: E402
+from halflife.layers.parts import set_backend  # noqa: E402
 from halflife.ops.backends import fla, fla_op, triton  # noqa: E402
 from halflife.ops.spec import OPS  # noqa: E402
 
@@ -85,7 +86,10 @@ def _ids(batch: int, length: int) -> torch.Tensor:
 
 
 def one_graph(name: str, packed: bool = True, with_fla: bool = False) -> None:
-    """Check that Dynamo traces a forward pass, a packed one and a token of a model without a break."""
+    """Check that Dynamo traces a forward pass, a packed one and a token of a model without a break.
+
+    "auto" takes our kernels where no gradient is asked for, so a model with fla's names them.
+    """
     model, rows, graphs = _model(name).eval(), _ids(2, 80), []
 
     def keep(graph: Any, inputs: Any) -> Any:
@@ -94,6 +98,8 @@ def one_graph(name: str, packed: bool = True, with_fla: bool = False) -> None:
 
     with on_a_gpu(False), torch.no_grad():
         state = model(rows)[1]
+    if with_fla:
+        set_backend(model, "fla")
     with on_a_gpu(with_fla), torch.no_grad():
         calls = [(rows, None, None), (rows[:, :1], state, None)]
         calls += [(_ids(1, 80), None, torch.tensor([0, 40, 80], device="meta"))] if packed else []
