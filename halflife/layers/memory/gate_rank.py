@@ -165,7 +165,7 @@ class GateRank(nn.Module):
     def _count(self, g_slow: Tensor, fast: Tensor, slow: Tensor, packing: Packing) -> None:
         fast, slow, states = fast.float().flatten(), slow.float().flatten(), fast.shape[:2]
         squares = torch.dot(fast, fast), torch.dot(slow, slow)
-        key = "sizes", g_slow.shape, states, fast.device
+        key = "sizes", self.slow_gate.num_heads, fast.device  # not T, of which a compiled block has one graph
         if key not in packing.kept:
             packing.kept[key] = fast.new_full((), g_slow.numel()), fast.new_full((), states.numel())
         sizes = packing.kept[key]
