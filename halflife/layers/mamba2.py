@@ -38,12 +38,13 @@ class Skip(Float32Module):
     ) -> Any:  # fmt: skip
         """`y + D ⊙ x` for `y, x [B, T, H, V]`, of which `norm(y, skip=(D, x))` may take the parts.
 
-        Without y and x it returns `run(D)`, or D `[H]`, for an op that adds the product.
+        With `run` it returns `run(D)`, for an op that adds the product. D `[H]` itself may be freed after this call, by
+        FSDP for example.
         """
         if run is not None:
             return run(self.D)
-        if y is None or x is None:
-            return self.D.clone()  # the parameter itself may be freed after this call, by FSDP for example
+        assert y is not None
+        assert x is not None
         if norm is not None:
             return norm(y, skip=(self.D, x))
         return torch.addcmul(y, self.D.unsqueeze(-1).to(y.dtype), x.to(y.dtype))

@@ -160,9 +160,8 @@ class Mamba3(HasMemory, Mixer):
             z = z.unflatten(-1, (self.num_heads, -1))
             # accelerate moves the arguments of a module, and would move a norm with its weights.
             norm = None if self.norm is None else self.norm.__call__
-            y, memory = self.mimo(
-                x, q, k, v, z, self.skip(), g, step, end, state, packing, norm=norm, **self.op_options
-            )
+            mimo, rest = self.mimo, (g, step, end, state, packing)
+            y, memory = self.skip(run=lambda d: mimo(x, q, k, v, z, d, *rest, norm=norm, **self.op_options))
             y = y.flatten(-2)
             return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"angle": last, **memory}
         y, memory = integrate(self.memory, x, q, k, v, g, step, end, state, packing, **self.op_options)

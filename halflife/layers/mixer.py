@@ -74,6 +74,7 @@ class Mixer(nn.Module):
     pass_backend = "auto"  # see `parts.set_backend`
     reads_action_mask = False  # whether it uses `shared["action_mask"]`
     reads_longest = False  # whether its sizes depend on the longest of packed sequences
+    loops_over_length = False  # whether a compiled graph of it is one of a single length
     reads_in_pieces = True  # whether a sequence in pieces has the outputs that it has as a whole
     chunk_size: int
     backend: str

@@ -5,7 +5,7 @@ Native kernels take part where an expression has a norm. On a CPU "auto" is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,19 @@ from halflife.precision import ROOMY, product_dtype
 MIXTURES = 6  # of a Triton kernel, all in one program
 
 
+def _run(op: str, plain: Callable[..., Any], backend: str, tensors: Sequence[Tensor | None], *settings: Any) -> Any:
+    """As `run_pass`; on a CPU, which has no kernel of these, "auto" is the expression at once."""
+    first: Any = tensors[0]
+    if first.is_cpu and backend == "auto":
+        return plain(*tensors, *settings)
+    return run_pass(op, backend, tensors, *settings)
+
+
+def _expressed(op: str, expression: Callable[..., Any]) -> None:
+    for backend in ("chunked", "reference"):
+        implements(op, backend, expression, traceable=True)
+
+
 def token_mix(
     x: Tensor, before: Tensor | None, mu: Sequence[Tensor], last: bool = False, backend: str = "auto"
 ) -> tuple[Tensor, ...]:
@@ -36,9 +49,7 @@ def token_mix(
         last: whether to return a copy of the last token of each row too, `[B, D]`. Then T ≥ 1.
         backend: see the top of the module.
     """
-    if x.is_cpu and backend == "auto":  # which has no kernel
-        return _token_mix(x, before, *mu, last)
-    return run_pass("token_mix", backend, (x, before, *mu), last)
+    return _run("token_mix", _token_mix, backend, (x, before, *mu), last)
 
 
 def _token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -58,8 +69,7 @@ def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | No
 
 
 define("token_mix", x="B T D", before="B T D | B D | None", mu_1="D", mu_2="D", settings={"last": False})
-for _backend in ("chunked", "reference"):
-    implements("token_mix", _backend, _token_mix, traceable=True)
+_expressed("token_mix", _token_mix)
 
 
 @implements("token_mix", "triton", why_not=_why_not_mix)
@@ -88,15 +98,12 @@ def rwkv7_keys(
 
     Source: Peng et al. 2025, "RWKV-7".
     """
-    tensors = (key, rate, r, bias, unit, change, bonus)
-    if key.is_cpu and backend == "auto":
-        return _keys(*tensors, dtype, backend)
-    return run_pass("rwkv7_keys", backend, tensors, dtype)
+    return _run("rwkv7_keys", _keys, backend, (key, rate, r, bias, unit, change, bonus), dtype)
 
 
 def _keys(
     key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor, bonus: Tensor | None,
-    dtype: torch.dtype | None, backend: str,
+    dtype: torch.dtype | None, backend: str = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     a = (bias + rate).sigmoid()
     removed = l2_normalize(key * unit, eps=1e-24, backend=backend)  # √eps = 1e-12, that of F.normalize
@@ -143,10 +150,7 @@ def rwkv7_output(
         dtype: that of the result; None for what the expression gives.
         backend: see `halflife.ops.fused`.
     """
-    tensors = (o, s, v, gate, weight, bias)
-    if o.is_cpu and backend == "auto":
-        return _output(*tensors, eps, dtype)
-    return run_pass("rwkv7_output", backend, tensors, eps, dtype)
+    return _run("rwkv7_output", _output, backend, (o, s, v, gate, weight, bias), eps, dtype)
 
 
 def _output(
@@ -161,8 +165,7 @@ define(
     "rwkv7_output", o="B T H V", s="B T H", v="B T H V", gate="B T D", weight="D", bias="D",
     settings={"eps": 1e-3, "dtype": None},
 )  # fmt: skip
-for _backend in ("chunked", "reference"):
-    implements("rwkv7_output", _backend, _output, traceable=True)
+_expressed("rwkv7_output", _output)
 
 
 @implements("rwkv7_output", "triton", why_not=why_not_triton)
@@ -179,9 +182,7 @@ def rwkv7_values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor, backend: 
         bias: `[H, V]`.
         backend: see `halflife.ops.fused`.
     """
-    if v.is_cpu and backend == "auto":
-        return _values(v, first, rate, bias)
-    return run_pass("rwkv7_values", backend, (v, first, rate, bias))
+    return _run("rwkv7_values", _values, backend, (v, first, rate, bias))
 
 
 def _values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ def _values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
 
 def relu_square(x: Tensor, backend: str = "auto") -> Tensor:
     """`relu(x)²`, between the two maps of RWKV-7's channel mix."""
-    return _relu_square(x) if x.is_cpu and backend == "auto" else run_pass("relu_square", backend, (x,))
+    return _run("relu_square", _relu_square, backend, (x,))
 
 
 def _relu_square(x: Tensor) -> Tensor:
@@ -198,10 +199,9 @@ def _relu_square(x: Tensor) -> Tensor:
 
 
 define("rwkv7_values", v="B T H V", first="B T H V", rate="B T H V", bias="H V")
+_expressed("rwkv7_values", _values)
 define("relu_square", x="... D")
-for _op, _expression in (("rwkv7_values", _values), ("relu_square", _relu_square)):
-    for _backend in ("chunked", "reference"):
-        implements(_op, _backend, _expression, traceable=True)
+_expressed("relu_square", _relu_square)
 
 
 @implements("rwkv7_values", "triton", why_not=why_not_triton)

@@ -35,6 +35,11 @@ def declare(name: str, host: Callable[..., Any]) -> Any:
     return op
 
 
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The `setup_context` of an op whose backward pass reads its inputs, all of which are tensors or None."""
+    ctx.save_for_backward(*inputs)
+
+
 def differentiable(
     name: str, count: int, forward: Callable[..., Any], backward: Callable[..., Any], reads_final: bool = True
 ) -> None:

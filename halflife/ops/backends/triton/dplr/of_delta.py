@@ -27,22 +27,29 @@ TILE = 2048  # entries of a program
 
 @triton.jit
 @no_type_check
+def _strengths(beta, tokens, H: tl.constexpr, BR: tl.constexpr):
+    """A program's head, its tokens, which of them exist, and their β."""
+    h = tl.program_id(0) % H
+    rows = (tl.program_id(0) // H).to(tl.int64) * BR + tl.arange(0, BR)
+    inside = rows < tokens
+    return h, rows, inside, tl.load(beta + rows * H + h, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
 def _inputs_kernel(
     k, v, beta, g, a, values, tokens, H: tl.constexpr, SK: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr,
     VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
     """The rows a and the values of one head and BR tokens."""
-    h = tl.program_id(0) % H
-    rows = (tl.program_id(0) // H).to(tl.int64) * BR + tl.arange(0, BR)
-    inside = rows < tokens
+    h, rows, inside, strength = _strengths(beta, tokens, H, BR)
     kk = tl.arange(0, BK)
     vv = tl.arange(0, BV)
-    strength = tl.load(beta + rows * H + h, mask=inside, other=0.0).to(tl.float32)[:, None]
-    weights = -strength * tl.exp(load(g + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32))
+    weights = -strength[:, None] * tl.exp(load(g + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32))
     keys = load(k + (h // SK) * KH, rows, kk, inside, KT, K, BK).to(tl.float32)
     store(a + h * K, weights * keys, rows, kk, inside, H * K, K, BK)
-    written = strength * load(v + h * VH, rows, vv, inside, VT, V, BV).to(tl.float32)
+    written = strength[:, None] * load(v + h * VH, rows, vv, inside, VT, V, BV).to(tl.float32)
     store(values + h * V, written, rows, vv, inside, H * V, V, BV)
 
 
@@ -54,12 +61,9 @@ def _gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one head and BR tokens. Those of k, v (which was `values`) and g are changed in place."""
-    h = tl.program_id(0) % H
-    rows = (tl.program_id(0) // H).to(tl.int64) * BR + tl.arange(0, BR)
-    inside = rows < tokens
+    h, rows, inside, strength = _strengths(beta, tokens, H, BR)
     kk = tl.arange(0, BK)
     vv = tl.arange(0, BV)
-    strength = tl.load(beta + rows * H + h, mask=inside, other=0.0).to(tl.float32)
     keys = load(k + (h // SK) * KH, rows, kk, inside, KT, K, BK).to(tl.float32)
     through = tl.exp(load(g + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32))
     through *= load(da + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32)

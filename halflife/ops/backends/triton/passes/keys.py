@@ -15,8 +15,8 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.norms import as_rows, entries
+from halflife.ops.backends.triton.op import declare, save_inputs
+from halflife.ops.backends.triton.passes.norms import entries, rows_of_tokens
 
 TILE = 1024  # entries of a program at once
 PROGRAMS = 1024  # programs of a backward pass, at most, of all heads
@@ -32,17 +32,29 @@ def numbers(x, at, here):
 
 @triton.jit
 @no_type_check
+def channels_of(heads, size, BC: tl.constexpr):
+    """The channels of a program's head, and which of them exist."""
+    cols = tl.arange(0, BC)
+    return (tl.program_id(0) % heads) * size + cols, cols < size
+
+
+@triton.jit
+@no_type_check
+def tokens_of(block, at, here, tokens, heads, size, BR: tl.constexpr):
+    """The tokens of a block, which of its entries exist, and their places in `[tokens, heads · size]`."""
+    rows = block.to(tl.int64) * BR + tl.arange(0, BR)
+    return rows, (rows < tokens)[:, None] & here[None, :], rows[:, None] * heads * size + at[None, :]
+
+
+@triton.jit
+@no_type_check
 def _keys_kernel(
     key, rate, r, bias, unit, change, bonus, k, a, b, s, tokens, heads, size, key_t, rate_t, r_t,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % heads
-    rows = (tl.program_id(0) // heads) * BR + tl.arange(0, BR)
-    cols = tl.arange(0, BC)
-    here = cols < size
-    inside = (rows < tokens)[:, None] & here[None, :]
-    at = h * size + cols
-    place = rows.to(tl.int64)[:, None] * heads * size + at[None, :]
+    at, here = channels_of(heads, size, BC)
+    rows, inside, place = tokens_of(tl.program_id(0) // heads, at, here, tokens, heads, size, BR)
     given = entries(key, rows, key_t, at, inside)
     learned = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
     removed = given * numbers(unit, at, here)
@@ -53,7 +65,7 @@ def _keys_kernel(
     tl.store(b + place, (removed * learned).to(b.dtype.element_ty), mask=inside)
     if r is not None:
         read = entries(r, rows, r_t, at, inside) * written.to(tl.float32) * numbers(bonus, at, here)
-        tl.store(s + rows.to(tl.int64) * heads + h, tl.sum(read, 1), mask=rows < tokens)
+        tl.store(s + rows * heads + h, tl.sum(read, 1), mask=rows < tokens)
 
 
 @triton.jit
@@ -64,17 +76,13 @@ def _keys_back_kernel(
 ):  # fmt: skip
     h = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads).to(tl.int64)
-    cols = tl.arange(0, BC)
-    here = cols < size
-    at = h * size + cols
+    at, here = channels_of(heads, size, BC)
     dbias = tl.zeros([BC], tl.float32)
     dunit = tl.zeros([BC], tl.float32)
     dchange = tl.zeros([BC], tl.float32)
     dbonus = tl.zeros([BC], tl.float32)
     for i in range(tiles):
-        rows = (block * tiles + i) * BR + tl.arange(0, BR)
-        inside = (rows < tokens)[:, None] & here[None, :]
-        place = rows[:, None] * heads * size + at[None, :]
+        rows, inside, place = tokens_of(block * tiles + i, at, here, tokens, heads, size, BR)
         given = entries(key, rows, key_t, at, inside)
         learned = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
         factor = 1 + (learned - 1) * numbers(change, at, here)
@@ -108,12 +116,6 @@ def _keys_back_kernel(
         tl.store(sums + place + 3 * heads * size, dbonus, mask=here)
 
 
-def of_heads(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
-    """Tensors `[B, T, H, K]` as rows of all channels, and the strides of these; 0 for None."""
-    pairs = [(None, 0) if x is None else as_rows(x, x.shape[2] * x.shape[3]) for x in tensors]
-    return [x for x, _ in pairs], [stride for _, stride in pairs]
-
-
 def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
@@ -136,7 +138,7 @@ def _keys(
     outs = [key.new_empty(key.shape, dtype=dtype) for _ in range(3)]
     outs += [] if r is None else [key.new_empty(key.shape[:3], dtype=torch.float32)]
     if key.numel():
-        given, strides = of_heads(key, rate, r)
+        given, strides = rows_of_tokens(bias.numel(), key, rate, r)
         size, blocks, _, tile = tiles_of(key, False)
         launch(_keys_kernel, (blocks * size[1],))(
             *given, *_packed(bias, unit, change, bonus), *outs, *[None] * (4 - len(outs)), *size, *strides, **tile
@@ -153,7 +155,7 @@ def _keys_backward(
     size, blocks, tiles, tile = tiles_of(key, True)
     sums = key.new_empty(blocks, 3 + (r is not None), *key.shape[2:], dtype=torch.float32)
     if key.numel():
-        given, strides = of_heads(key, rate, r)
+        given, strides = rows_of_tokens(bias.numel(), key, rate, r)
         launch(_keys_back_kernel, (blocks * size[1],))(
             *given, *_packed(bias, unit, change, bonus), *douts, *[None] * (4 - len(douts)), dkey, drate, dr, sums,
             *size, *strides, sums.shape[1], tiles, **tile,
@@ -183,16 +185,12 @@ declare("triton_rwkv7_keys", _keys).register_autograd(_grad, setup_context=_save
 def _values_kernel(
     v, first, rate, bias, out, tokens, heads, size, v_t, first_t, rate_t, BR: tl.constexpr, BC: tl.constexpr
 ):
-    h = tl.program_id(0) % heads
-    rows = (tl.program_id(0) // heads) * BR + tl.arange(0, BR)
-    cols = tl.arange(0, BC)
-    here = cols < size
-    inside = (rows < tokens)[:, None] & here[None, :]
-    at = h * size + cols
+    at, here = channels_of(heads, size, BC)
+    rows, inside, place = tokens_of(tl.program_id(0) // heads, at, here, tokens, heads, size, BR)
     part = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
     own = entries(v, rows, v_t, at, inside)
     own += (entries(first, rows, first_t, at, inside) - own) * part
-    tl.store(out + rows.to(tl.int64)[:, None] * heads * size + at[None, :], own.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, own.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -201,16 +199,11 @@ def _values_back_kernel(
     v, first, rate, bias, dout, dv, dfirst, drate, sums, tokens, heads, size, v_t, first_t, rate_t, tiles,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads).to(tl.int64)
-    cols = tl.arange(0, BC)
-    here = cols < size
-    at = h * size + cols
+    at, here = channels_of(heads, size, BC)
     dbias = tl.zeros([BC], tl.float32)
     for i in range(tiles):
-        rows = (block * tiles + i) * BR + tl.arange(0, BR)
-        inside = (rows < tokens)[:, None] & here[None, :]
-        place = rows[:, None] * heads * size + at[None, :]
+        rows, inside, place = tokens_of(block * tiles + i, at, here, tokens, heads, size, BR)
         part = sigmoid(entries(rate, rows, rate_t, at, inside) + numbers(bias, at, here))
         d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(dv + place, (d * (1 - part)).to(dv.dtype.element_ty), mask=inside)
@@ -226,7 +219,7 @@ def _values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
     """`v + (first − v) ⊙ σ(bias + rate)` of `[B, T, H, V]`, in the dtype of v."""
     out = v.new_empty(v.shape)
     if v.numel():
-        given, strides = of_heads(v, first, rate)
+        given, strides = rows_of_tokens(bias.numel(), v, first, rate)
         size, blocks, _, tile = tiles_of(v, False)
         launch(_values_kernel, (blocks * size[1],))(*given, bias.contiguous(), out, *size, *strides, **tile)
     return out
@@ -239,15 +232,11 @@ def _values_backward(
     size, blocks, tiles, tile = tiles_of(v, True)
     sums = v.new_empty(blocks, *bias.shape, dtype=torch.float32)
     if v.numel():
-        given, strides = of_heads(v, first, rate)
+        given, strides = rows_of_tokens(bias.numel(), v, first, rate)
         launch(_values_back_kernel, (blocks * size[1],))(
             *given, bias.contiguous(), dout, dv, dfirst, drate, sums, *size, *strides, tiles, **tile
         )
     return dv, dfirst, drate, sums.sum(0)
-
-
-def _save_all(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
 
 
 def _values_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
@@ -257,4 +246,4 @@ def _values_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
 
 
 _of_values = declare("triton_rwkv7_values_backward", _values_backward)
-declare("triton_rwkv7_values", _values).register_autograd(_values_grad, setup_context=_save_all)
+declare("triton_rwkv7_values", _values).register_autograd(_values_grad, setup_context=save_inputs)

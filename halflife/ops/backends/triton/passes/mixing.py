@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, save_inputs
 
 MOST = 6  # outputs, for which the kernels have arguments
 ROWS, COLUMNS = 16, 64  # tokens and channels of a tile
@@ -60,27 +60,9 @@ def _mix(out, mu, now, change, place, cols, inside, D, i: tl.constexpr):
 @triton.jit
 @no_type_check
 def _mix_kernel(
-    x,
-    before,
-    mu,
-    o0,
-    o1,
-    o2,
-    o3,
-    o4,
-    o5,
-    end,
-    tokens,
-    T,
-    D,
-    x_b,
-    x_t,
-    before_b,
-    before_t,
-    OWN: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    x, before, mu, o0, o1, o2, o3, o4, o5, end, tokens, T, D, x_b, x_t, before_b, before_t, OWN: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     groups = tl.cdiv(D, BC)
     rows = (tl.program_id(0) // groups) * BR + tl.arange(0, BR)
     cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
@@ -235,19 +217,24 @@ declare("triton_token_mix", _mixed).register_autograd(_grad, setup_context=_save
 
 @triton.jit
 @no_type_check
-def _square_kernel(x, out, count, BLOCK: tl.constexpr):
+def _positive(x, count, BLOCK: tl.constexpr):
+    """The places of a program's entries, and their ReLU."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    positive = tl.where(given <= 0, 0.0, given)  # NaN stays NaN
+    return at, tl.where(given <= 0, 0.0, given)  # NaN stays NaN
+
+
+@triton.jit
+@no_type_check
+def _square_kernel(x, out, count, BLOCK: tl.constexpr):
+    at, positive = _positive(x, count, BLOCK)
     tl.store(out + at, (positive * positive).to(out.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
 @no_type_check
 def _square_back_kernel(x, dout, dx, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    given = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    positive = tl.where(given <= 0, 0.0, given)  # NaN stays NaN
+    at, positive = _positive(x, count, BLOCK)
     d = 2 * positive * tl.load(dout + at, mask=at < count, other=0.0).to(tl.float32)
     tl.store(dx + at, d.to(dx.dtype.element_ty), mask=at < count)
 
@@ -267,14 +254,10 @@ def _square_backward(dout: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-def _square_save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _square_grad(ctx: Any, dout: Tensor) -> Tensor:
     only_first_derivatives()
     return _of_square(dout.contiguous(), *ctx.saved_tensors)
 
 
 _of_square = declare("triton_relu_square_backward", _square_backward)
-declare("triton_relu_square", _square).register_autograd(_square_grad, setup_context=_square_save)
+declare("triton_relu_square", _square).register_autograd(_square_grad, setup_context=save_inputs)

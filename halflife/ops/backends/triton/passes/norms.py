@@ -186,7 +186,7 @@ def as_rows(x: Tensor, channels: int) -> tuple[Tensor, int]:
     return rows, rows.stride(0)
 
 
-def _given(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+def rows_of_tokens(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
     """Tensors as rows, and the strides of these; 0 for None."""
     pairs = [(None, 0) if x is None else as_rows(x, channels) for x in tensors]
     return [x for x, _ in pairs], [stride for _, stride in pairs]
@@ -218,7 +218,7 @@ def _write(
     mean: bool, eps: float, out: Tensor, total: Tensor | None,
 ) -> None:  # fmt: skip
     channels = y.shape[-1]
-    given, strides = _given(channels, y, z, x)
+    given, strides = rows_of_tokens(channels, y, z, x)
     weight, scale = [part if part is None else part.contiguous() for part in (weight, scale)]
     tokens, groups = out.numel() // channels, channels // size
     rows, columns, warps = _blocks(size)
@@ -262,7 +262,7 @@ def _write_back(
 ) -> Tensor:  # fmt: skip
     """Write the gradients, and return those of parameters."""
     channels = y.shape[-1]
-    given, strides = _given(channels, y, z, x)
+    given, strides = rows_of_tokens(channels, y, z, x)
     weight, scale = [part if part is None else part.contiguous() for part in (weight, scale)]
     tokens, groups = y.numel() // channels, channels // size
     rows, columns, warps = _blocks(size)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.keys import numbers, tiles_of
-from halflife.ops.backends.triton.passes.norms import as_rows, entries
+from halflife.ops.backends.triton.passes.keys import channels_of, numbers, tiles_of, tokens_of
+from halflife.ops.backends.triton.passes.norms import entries, rows_of_tokens
 
 
 @triton.jit
@@ -33,16 +33,12 @@ def _output_kernel(
     o, s, v, gate, weight, bias, out, tokens, heads, size, o_t, v_t, gate_t, eps, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     h = tl.program_id(0) % heads
-    rows = (tl.program_id(0) // heads) * BR + tl.arange(0, BR)
-    cols = tl.arange(0, BC)
-    here = cols < size
-    inside = (rows < tokens)[:, None] & here[None, :]
-    at = h * size + cols
+    at, here = channels_of(heads, size, BC)
+    rows, inside, place = tokens_of(tl.program_id(0) // heads, at, here, tokens, heads, size, BR)
     n, _ = _normed(entries(o, rows, o_t, at, inside), size, inside, eps)
-    own = tl.load(s + rows.to(tl.int64) * heads + h, mask=rows < tokens, other=0.0).to(tl.float32)[:, None]
+    own = tl.load(s + rows * heads + h, mask=rows < tokens, other=0.0).to(tl.float32)[:, None]
     y = n * numbers(weight, at, here) + numbers(bias, at, here) + own * entries(v, rows, v_t, at, inside)
     y *= entries(gate, rows, gate_t, at, inside)
-    place = rows.to(tl.int64)[:, None] * heads * size + at[None, :]
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -54,15 +50,11 @@ def _output_back_kernel(
 ):  # fmt: skip
     h = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads).to(tl.int64)
-    cols = tl.arange(0, BC)
-    here = cols < size
-    at = h * size + cols
+    at, here = channels_of(heads, size, BC)
     dweight = tl.zeros([BC], tl.float32)
     dbias = tl.zeros([BC], tl.float32)
     for i in range(tiles):
-        rows = (block * tiles + i) * BR + tl.arange(0, BR)
-        inside = (rows < tokens)[:, None] & here[None, :]
-        place = rows[:, None] * heads * size + at[None, :]
+        rows, inside, place = tokens_of(block * tiles + i, at, here, tokens, heads, size, BR)
         n, inverse = _normed(entries(o, rows, o_t, at, inside), size, inside, eps)
         own = tl.load(s + rows * heads + h, mask=rows < tokens, other=0.0).to(tl.float32)[:, None]
         value = entries(v, rows, v_t, at, inside)
@@ -90,7 +82,7 @@ def _output(
     out = gate.new_empty(gate.shape, dtype=dtype)
     if o.numel():
         size, blocks, _, tile = tiles_of(o, False)
-        rows, strides = zip(*(as_rows(x, gate.shape[2]) for x in (o, v, gate)), strict=True)
+        rows, strides = rows_of_tokens(gate.shape[2], o, v, gate)
         launch(_output_kernel, (blocks * size[1],))(
             rows[0], s.contiguous(), *rows[1:], weight.contiguous(), bias.contiguous(), out, *size, *strides, eps,
             **tile,
@@ -106,7 +98,7 @@ def _output_backward(
     size, blocks, tiles, tile = tiles_of(o, True)
     sums = o.new_empty(blocks, 2, gate.shape[2], dtype=torch.float32)
     if o.numel():
-        rows, strides = zip(*(as_rows(x, gate.shape[2]) for x in (o, v, gate)), strict=True)
+        rows, strides = rows_of_tokens(gate.shape[2], o, v, gate)
         launch(_output_back_kernel, (blocks * size[1],))(
             rows[0], s.contiguous(), *rows[1:], weight.contiguous(), bias.contiguous(), dout, do, ds, dv, dgate, sums,
             *size, *strides, eps, tiles, **tile,

@@ -12,7 +12,7 @@ from torch import Tensor
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, save_inputs
 from halflife.ops.backends.triton.passes.norms import TILE, as_rows, entries
 
 COLUMNS = 512  # of a tile of SwiGLU, at most
@@ -87,10 +87,6 @@ def _tiles(*tensors: Tensor) -> tuple[list[Tensor], list[int], tuple[int, int], 
     return [*rows], [*strides], (tokens, channels), grid, {"BR": TILE // columns, "BC": columns}
 
 
-def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _swiglu_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     only_first_derivatives()
     a, b = ctx.saved_tensors
@@ -100,7 +96,7 @@ def _swiglu_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
 
 _of_swiglu = declare("triton_swiglu_backward", _swiglu_backward)
 declare("triton_swiglu_again", _swiglu_again)
-declare("triton_swiglu", _swiglu).register_autograd(_swiglu_grad, setup_context=_save_all)
+declare("triton_swiglu", _swiglu).register_autograd(_swiglu_grad, setup_context=save_inputs)
 
 
 @triton.jit
@@ -165,7 +161,7 @@ def _scale_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _of_scale = declare("triton_scale_heads_backward", _scale_heads_backward)
-declare("triton_scale_heads", _scale_heads).register_autograd(_scale_grad, setup_context=_save_all)
+declare("triton_scale_heads", _scale_heads).register_autograd(_scale_grad, setup_context=save_inputs)
 
 
 @triton.jit
