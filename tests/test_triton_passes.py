@@ -52,7 +52,7 @@ def strided(x):
 # ------------------------------------------------------------------------------------------------- convolution
 
 
-def check_conv(shape, width, dtype, *, activation="silu", bias=True, state=True, final=True, bounds=None):
+def check_conv(shape, width, dtype, *, activation="silu", bias=True, state=True, final=True, bounds=None, wide=False):
     draw = generator(shape, width)
     sequences = shape[0] if bounds is None else len(bounds) - 1
     tensors = {"x": shape, "weight": (shape[2], width), "bias": shape[2:], "state": (sequences, shape[2], width - 1)}
@@ -63,19 +63,22 @@ def check_conv(shape, width, dtype, *, activation="silu", bias=True, state=True,
         return causal_conv1d(
             strided(x), weight, bias, activation=activation, initial_state=state, output_final_state=final,
             cu_seqlens=None if bounds is None else torch.tensor(bounds, device=DEVICE), backend=backend,
+            dtype=weight.dtype if wide else None,
         )  # fmt: skip
 
-    check(run, tensors, dtype, wide=("weight", "bias"))
+    # Results in float32 have its errors, and the gradient of x is rounded to x's dtype.
+    check(run, tensors, dtype, wide=("weight", "bias", "state") if wide else ("weight", "bias"))
 
 
 @crossed(
     strength=1, width=[4, 1, 2, 3], dtype=DTYPES, activation=["silu", None], bias=[True, False], state=[True, False],
-    final=[True, False], bounds=[None, [0, 1, 1, 3, 12, 21]],
+    final=[True, False], bounds=[None, [0, 1, 1, 3, 12, 21]], wide=[True, False],
 )  # fmt: skip
-def test_convolution(width, dtype, activation, bias, state, final, bounds):
+def test_convolution(width, dtype, activation, bias, state, final, bounds, wide):
     """Sequences shorter than a window, an empty one, and tiles that are not full."""
     shape = (2 if bounds is None else 1, 21, 5)
-    check_conv(shape, width, dtype, activation=activation, bias=bias, state=state, final=final, bounds=bounds)
+    options = {"activation": activation, "bias": bias, "state": state, "final": final}
+    check_conv(shape, width, dtype, **options, bounds=bounds, wide=wide)
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 0]])
@@ -292,7 +295,7 @@ def test_wide_norms_run_in_torch():
 X, WEIGHT = torch.randn(2, 3, 4), torch.randn(4, 3)
 X4 = torch.randn(2, 3, 2, 5)
 GIVEN = {
-    "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True),
+    "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True, torch.float64),
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),
     "add_norm": (X, X.bfloat16(), WEIGHT[:, 0].contiguous(), 1e-5, None),
     "swiglu": (X, X + 1),

@@ -27,7 +27,7 @@ class Call:
         chunk_size: tokens per chunk, which implementations may round.
         options: other settings of the op.
         is_token: whether this is one token of each sequence, as while decoding.
-        output_dtype: dtype of the output, that of v, or of the first tensor in an op without v.
+        output_dtype: dtype of the output: the option `dtype`, or that of v, or of the first tensor in an op without v.
     """
 
     __slots__ = (
@@ -44,7 +44,8 @@ class Call:
         self.packing, self.scale, self.chunk_size, self.options = packing, scale, chunk_size, options
         self.op = spec.name
         self.is_token = sizes["T"] == 1 and packing.cu_seqlens is None
-        self.output_dtype: torch.dtype = (tensors["v"] if "v" in tensors else next(iter(tensors.values()))).dtype
+        first: Tensor = tensors["v"] if "v" in tensors else next(iter(tensors.values()))
+        self.output_dtype: torch.dtype = options.get("dtype") or first.dtype
 
     @classmethod
     def of(

@@ -33,7 +33,7 @@ define(
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     activation: str | None = "silu", initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | Packing | None = None, backend: str = "auto", dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Causal depthwise convolution `y_t = act(Σ_i w_i ⊙ x_{t−W+1+i} + bias)`.
 
@@ -47,9 +47,10 @@ def causal_conv1d(
         output_final_state: whether to return the last W − 1 inputs.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
         backend: "auto", or one of `available_backends("causal_conv1d")`.
+        dtype: dtype of the results; None is that of x.
 
     Returns:
-        `y [B, T, D]` in x's dtype and the final state `[N, D, W − 1]` in x's dtype, or None.
+        `y [B, T, D]` and the final state `[N, D, W − 1]`, or None.
 
     Raises:
         ValueError: a shape does not fit, or the activation is unknown.
@@ -60,14 +61,16 @@ def causal_conv1d(
         raise ValueError(f"activation must be 'silu' or None; got {activation!r}")
     tensors = {"x": x, "weight": weight, "bias": bias}
     return dispatch(
-        "causal_conv1d", tensors, initial_state, cu_seqlens, backend, output_final_state, activation=activation
-    )
+        "causal_conv1d", tensors, initial_state, cu_seqlens, backend, output_final_state, activation=activation,
+        dtype=dtype,
+    )  # fmt: skip
 
 
 def _native(call: Call) -> tuple[Tensor, Tensor]:
     """One pass over memory with the bias and the activation, compiled for this CPU (csrc/conv.cpp)."""
-    (x, weight, bias), activated = call.tensors.values(), call.options["activation"] == "silu"
-    return native.op("causal_conv")(x, weight, bias, _first(call), call.packing.cu_seqlens, activated)
+    (x, *parameters), bounds = call.tensors.values(), call.packing.cu_seqlens
+    given = (x.to(call.output_dtype), *parameters, _first(call), bounds)
+    return native.op("causal_conv")(*given, call.options["activation"] == "silu")
 
 
 implements("causal_conv1d", "native", _native, why_not=native.why_not_matrices(1), steps=True)
@@ -80,7 +83,7 @@ def _triton(call: Call) -> tuple[Tensor, Tensor]:
     x, weight, bias = call.tensors.values()
     state = None if call.state is None else call.state[0].contiguous()
     given = (weight.contiguous(), bias if bias is None else bias.contiguous(), state, call.packing.cu_seqlens)
-    return triton.custom_op("conv")(dense(x), *given, call.options["activation"] == "silu")
+    return triton.custom_op("conv")(dense(x), *given, call.options["activation"] == "silu", call.output_dtype)
 
 
 def _why_not_triton(op: str, device: torch.device, call: Call | None = None) -> str | None:
@@ -94,7 +97,7 @@ implements("causal_conv1d", "triton", _triton, why_not=_why_not_triton, steps=Tr
 
 def _first(call: Call) -> Tensor:
     """The inputs before the first token, as they are given."""
-    return call.first_states(call["x"].dtype)[0] if call.state is None else call.state[0]
+    return call.first_states(call.output_dtype)[0] if call.state is None else call.state[0]
 
 
 def _activated(
@@ -105,6 +108,7 @@ def _activated(
     @wraps(convolve)
     def run(call: Call) -> tuple[Tensor, Tensor]:
         x, weight, bias = call.tensors.values()
+        x = x.to(call.output_dtype)
         y, state = convolve(x, weight, _first(call), call.packing)
         return ACTIVATIONS[call.options["activation"]](y if bias is None else y + bias).to(x.dtype), state
 

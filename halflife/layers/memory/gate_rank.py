@@ -79,14 +79,14 @@ class SlowGate(Float32Module):
 
     def forward(self, f: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`."""
-        f = f.to(compute_dtype(f))
-        taps, bias = self.taps.to(f.dtype), self.bias.to(f.dtype)
+        wide = compute_dtype(f)
+        taps, bias = self.taps.to(wide), self.bias.to(wide)
         if self.bias_place == "before":
             f, bias = f + bias, None
         with without_autocast(f.device):
             y, state = causal_conv1d(
                 f, taps, bias, activation=None, initial_state=state, output_final_state=True,
-                cu_seqlens=packing, backend=self.pass_backend,
+                cu_seqlens=packing, backend=self.pass_backend, dtype=wide,
             )  # fmt: skip
         assert state is not None
         g, _ = laws.log_decay(y, laws.Law("relu", rate=self.A_log))

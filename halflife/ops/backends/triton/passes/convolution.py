@@ -189,12 +189,16 @@ def _backward_kernel(
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, activated: bool
-) -> tuple[Tensor, Tensor]:
-    """The outputs `[B, T, D]` and the final states `[N, D, W − 1]`; x has stride 1 in D, the others are contiguous."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, activated: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs `[B, T, D]` and the final states `[N, D, W − 1]`, in `dtype`.
+
+    x has stride 1 in D, and the others are contiguous.
+    """
     batch, length, channels = x.shape
     width, sequences = weight.shape[1], batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    y, final = x.new_empty(x.shape), x.new_empty(sequences, channels, width - 1)
+    y, final = x.new_empty(x.shape, dtype=dtype), x.new_empty(sequences, channels, width - 1, dtype=dtype)
     blocks = triton.cdiv(batch * length, ROWS)
     programs = (blocks + (sequences if width > 1 else 0)) * triton.cdiv(channels, COLUMNS)
     if programs:
@@ -227,7 +231,7 @@ def _convolve_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activated = inputs
+    *tensors, ctx.activated, ctx.dtype = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)  # a training step does not use the final state
 
@@ -235,13 +239,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _grad(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
     only_first_derivatives()
     x, weight, bias, state, bounds = ctx.saved_tensors
-    dy = x.new_zeros(x.shape) if dy is None else dy.contiguous()
+    dy = x.new_zeros(x.shape, dtype=ctx.dtype) if dy is None else dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     of_state = state is not None and ctx.needs_input_grad[3]
     dx, sums, dstate = _gradients(dy, dfinal, x, weight, bias, state, bounds, ctx.activated, of_state)
     taps, shift = sums.split([weight.numel(), len(weight)])
     dweight, dbias = taps.view(weight.shape).to(weight.dtype), None if bias is None else shift.to(bias.dtype)
-    return dx, dweight, dbias, dstate if of_state else None, None, None
+    return dx, dweight, dbias, dstate if of_state else None, None, None, None
 
 
 _gradients = declare("triton_conv_backward", _convolve_backward)
