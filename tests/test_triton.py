@@ -282,6 +282,15 @@ def test_channels_of_one_tensor():
     assert_same(run("linear", sliced), run("linear", arguments))
 
 
+@each_update
+def test_heads_before_tokens(update):
+    """Of single tokens torch takes such tensors, gradients among them, for contiguous ones."""
+    given = single(update, "scalar", 1, batch=3, heads=2)
+    swapped = {name: x.squeeze(1).unsqueeze(2).transpose(1, 2) for name, x in given.items() if name in "qkv"}
+    assert {(x.is_contiguous(), *x.stride()) for x in swapped.values()} == {(True, 32, 16, 16, 1)}
+    check(update, {name: x.double() for name, x in (given | swapped).items()})
+
+
 def at(*steps):
     """Return a change that sets resets at these steps only."""
 

@@ -79,6 +79,11 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
+def even(x: Tensor) -> Tensor:
+    """`x` as a contiguous tensor; the strides of axes of size 1, which torch leaves as they are, fit those of others."""
+    return x.contiguous().view(x.shape)
+
+
 def not_plain(*tensors: Any) -> str | None:
     """The reason why kernels cannot read one of these values, which are tensors or not, or None if they can."""
     for x in tensors:

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from halflife.ops.arguments import even
 from halflife.ops.backends.triton.gates import GATE_RANK, NONE, Gates, mode_of, precision_of
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
@@ -67,9 +68,12 @@ class Operands(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`x [B, T, H, D]` itself if its tokens are evenly spaced rows, as in a slice of channels, else a copy."""
-    even = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if even else x.contiguous()
+    """`x [B, T, H, D]` itself if its tokens are evenly spaced rows, as in a slice of channels, else a copy.
+
+    Strides are constants of a kernel, so heads outside of tokens, whose stride is the length, are copied too.
+    """
+    rows = x.stride(3) == 1 and x.stride(2) <= x.stride(1)
+    return x if rows and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else even(x)
 
 
 def sums_of(q: Tensor, v: Tensor, gates: Gates, segments: Segments, chunk: int) -> Tensor | None:

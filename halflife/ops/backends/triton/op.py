@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import even
 from halflife.ops.backends.triton import interpreted, linear
 from halflife.ops.backends.triton.delta import host as delta
 from halflife.ops.backends.triton.dplr import dplr_host as dplr
@@ -64,7 +65,7 @@ def differentiable(
         tensors = saved[-count - 1 : -1]
         if dfinal is None and reads_final:
             dfinal = torch.zeros_like(tensors[-1])
-        do = torch.zeros_like(tensors[2]) if do is None else do.contiguous()
+        do = torch.zeros_like(tensors[2]) if do is None else even(do)
         dfinal = None if dfinal is None else dfinal.contiguous()
         found = gradients(do, dfinal, *saved, ctx.scale, ctx.chunk_size)
         return *[None if x is None else d for x, d in zip(tensors, found, strict=True)], None, None, None
