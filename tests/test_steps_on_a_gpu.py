@@ -42,6 +42,14 @@ def test_batches_arrive_from_pinned_memory_while_the_host_goes_on(gpu, monkeypat
     assert sent == [({"labels": torch.full((1,), 5.0)}, torch.device("cuda"), {"non_blocking": True})]
 
 
+def test_without_torchrun_one_of_several_gpus_trains(gpu, monkeypatch, tmp_path):
+    """Else the Trainer asks for a batch a GPU, and an item of our data is a whole one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *given: module)
+    loader = trainer(tmp_path, [{"labels": torch.zeros(1)}] * 2).get_train_dataloader()
+    assert loader.total_batch_size == 1
+
+
 @pytest.mark.parametrize("fused", [True, None])
 def test_the_optimiser_is_one_kernel(fused, request, monkeypatch, tmp_path):
     if fused:

@@ -275,7 +275,7 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
     by_epoch = config.schedule == BY_EPOCH  # `HalflifeTrainer.create_scheduler` makes it
     cuda = torch.cuda.is_available()
     log_every = math.gcd(config.save_every, 20)  # divides save_every, so that a resumed run logs the same averages
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder / CHECKPOINTS),
         max_steps=config.steps,
         per_device_train_batch_size=1,  # an item of the data set is a whole micro-batch
@@ -302,3 +302,6 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         project=PROJECT,
         disable_tqdm=True,
     )
+    if arguments.n_gpu > 1:  # without torchrun the Trainer would split batches over all GPUs, by DataParallel
+        arguments._n_gpu = 1
+    return arguments
