@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,7 +233,20 @@ def test_a_tiny_temperature_takes_the_likeliest_token():
 @pytest.fixture
 def by_graphs(monkeypatch):
     """The host's part of CUDA graphs: a replay runs the captured function again, on the tensors that stay in place."""
-    monkeypatch.setattr(graphs, "capture", lambda function: function)
+    devices = []
+
+    @contextmanager
+    def device_of(x):
+        devices.append(x.device)
+        yield
+        devices.pop()
+
+    def capture(function):
+        assert devices, "not on the device of the model"
+        return function
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs.TokenGraphs, "_possible", lambda self: True)
 
 
@@ -251,6 +266,50 @@ def test_tokens_by_a_graph_are_those_of_the_model(name, by_graphs):
     assert torch.equal(session.next_logits, plain.next_logits)
     made = session._hidden._graphs
     assert made is None if name == "llama" else len(made) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_leaves_stream_and_autocast_as_they_were(fails, monkeypatch):
+    """torch's own context stays in the stream of a capture that fails."""
+    log, now = [], ["main"]
+
+    class Graph:
+        replay = staticmethod(lambda: None)
+
+        def __init__(self, graph=None, stream=None, **_):
+            self.stream = stream
+
+        def __enter__(self):
+            now[0] = self.stream.name
+
+        def __exit__(self, error, *_):
+            now[0] = now[0] if error else "main"
+
+    def stream_named(name):
+        return SimpleNamespace(name=name, wait_stream=lambda other: log.append(f"{name} waits for {other.name}"))
+
+    @contextmanager
+    def aside(stream):
+        now[0], before = stream.name, now[0]
+        yield
+        now[0] = before
+
+    def step():
+        log.append((now[0], torch.is_autocast_cache_enabled()))
+        if fails and len(log) == 5:
+            raise RuntimeError
+
+    fakes = {"Stream": lambda: stream_named("aside"), "CUDAGraph": Graph, "graph": Graph, "stream": aside}
+    fakes |= {"current_stream": lambda: stream_named("main"), "set_stream": lambda x: now.__setitem__(0, x.name)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        assert graphs.capture(step) is Graph.replay
+    once = ("aside", False)
+    assert log[:4] == ["aside waits for main", once, once, "main waits for aside"]
+    assert log[4:] == [once]
+    assert now == ["main"]
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_what_cannot_be_captured_runs_without_a_graph(by_graphs, monkeypatch):

@@ -13,18 +13,27 @@ from torch import Tensor
 
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.states import changed, form
+from halflife.precision import autocast_dtype
 
 
 def capture(function: Callable[[], None]) -> Callable[[], None]:
     """Return what replays the kernels of `function`, which reads and writes tensors that stay in place."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # compiles kernels and makes workspaces, which no graph can
+    before, stream, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    # A graph would read autocast's copies of weights, which end with the context that autocast is on in.
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels and makes workspaces, which no graph can
+                function()
+        before.wait_stream(stream)
+        # The server has other threads. torch has one stream for all captures, and it is of the first device.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             function()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the server has other threads
-        function()
+    finally:
+        torch.cuda.set_stream(before)  # after an error torch stays in the stream of the capture
+        torch.set_autocast_cache_enabled(cached)
     return graph.replay
 
 
@@ -53,7 +62,8 @@ class TokenGraph:
             self.hidden.copy_(hidden)
             _copy(self.state, new)
 
-        self._replay = capture(step)
+        with torch.cuda.device_of(self.ids):
+            self._replay = capture(step)
 
     def __call__(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         if state is not self.state:
@@ -91,7 +101,7 @@ class TokenGraphs:
     def _graph(self, state: ModelState) -> TokenGraph | None:
         if self._graphs is None:
             return None
-        key = len(state[0]["position"]), form(state)
+        key = len(state[0]["position"]), (form(state), autocast_dtype(self.model.embedding.weight.device))
         if key not in self._graphs:
             try:
                 self._graphs[key] = TokenGraph(self.model, state)
