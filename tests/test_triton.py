@@ -5,6 +5,7 @@ with every value once is fast, and the rest of each cross is slow.
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,6 +275,17 @@ def test_segment_table():
     assert (one.per_sequence, one.length) == (16, 32 * 64)
 
 
+@pytest.mark.parametrize(
+    ("arch", "kind"), [(80, "ampere"), (89, "ampere"), (90, "hopper"), (100, "hopper"), (120, "ampere")]
+)
+def test_a_card_is_known_by_its_tensor_cores(arch, kind, monkeypatch):
+    """Those of sm_120 are not Hopper's, and it has less than half of the shared memory."""
+    monkeypatch.setattr(segments, "interpreted", lambda: False)
+    driver = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=arch))
+    monkeypatch.setattr(segments.triton.runtime, "driver", SimpleNamespace(active=driver))
+    assert segments.architecture() == kind
+
+
 def test_channels_of_one_tensor():
     """Queries, keys and values that are slices of one tensor are not copied first."""
     arguments = single("linear", "scalar", 20, heads=2, batch=2)
@@ -463,6 +475,7 @@ def test_what_the_kernels_do_not_take():
         "float64": (q.double(), q.double(), q.double()),
         "bfloat16": (q, q, q.bfloat16()),
         "gates in": (q, q, q, gate.double()),
+        "at most 65000 sequences": [q[:, :, :1, :1].expand(70_000, -1, -1, -1)] * 3,
     }.items():
         assert message in why_not(*arguments)
 

@@ -23,7 +23,8 @@ from halflife.packing import Packing
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
-from halflife.ops.backends.triton import run_step
+from halflife.ops.backends.triton import laws, run_step, step
+from halflife.ops.backends.triton.passes import token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = [
@@ -97,6 +98,33 @@ def test_forms(form, dtype):
 )  # fmt: skip
 def test_sizes_and_extreme_decays(form, sizes, decay):
     check(form, batch=1, heads=2, groups=1, key=sizes[0], value=sizes[1], decay=decay)
+
+
+def test_grids_of_many_rows_are_within_cudas_limits(monkeypatch):
+    """Only the first axis of a grid may have more than 65,535 programs."""
+    grids = []
+    for module in (step, token, laws):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid: grids.append(grid) or (lambda *_, **__: None))
+    x, state = (torch.empty(35_000, rows, 2, 16, device="meta") for rows in (1, 2))
+    step._step(x, x, x, *[None] * 7, 1.0)
+    taps = torch.empty(96, 4, device="meta"), None, torch.empty(35_000, 96, 3, device="meta")
+    token._token(
+        torch.empty(35_000, 1, 96, device="meta"),
+        *taps,
+        *[None] * 5,
+        state,
+        None,
+        [0, 32, 64],
+        2,
+        True,
+        1.0,
+        1.0,
+        x.dtype,
+    )
+    laws._log_decay(torch.empty(1, 5_000_000, 64, device="meta"), *[None] * 4, "softplus", 1.0, 0.0, None, False)
+    assert len(grids) == 3
+    assert max(grid[0] for grid in grids) > max(size for grid in grids for size in grid[1:])
+    assert all(size <= 65_535 for grid in grids for size in grid[1:])
 
 
 @pytest.mark.parametrize("form", ["delta_rule scalar", "gate_rank linear"])

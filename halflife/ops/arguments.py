@@ -80,7 +80,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def even(x: Tensor) -> Tensor:
-    """`x` as a contiguous tensor; the strides of axes of size 1, which torch leaves as they are, fit those of others."""
+    """A contiguous `x`, also with the usual strides of axes of size 1, which torch leaves as they are."""
     return x.contiguous().view(x.shape)
 
 

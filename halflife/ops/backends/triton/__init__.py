@@ -18,6 +18,7 @@ from halflife.ops.backends.constant import cached_constant
 from halflife.ops.call import Call
 
 SIZES = range(1, 257)
+MOST_SEQUENCES = 65_000  # CUDA's limit of 65,535 segments, of which packed sequences have up to 250 more
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = {torch.float32, torch.float16}  # all become float32
 MATRICES = ("q", "k", "v", "beta", "a", "b")
@@ -73,6 +74,8 @@ def _misfit(op: str, call: Call) -> str | None:
     wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
     if wrong:
         return f"the Triton kernels of {op} take heads of {SIZES[0]} to {SIZES[-1]}; got {', '.join(wrong)}"
+    if call.sizes["N"] > MOST_SEQUENCES:
+        return f"the Triton kernels of {op} take at most {MOST_SEQUENCES} sequences; got {call.sizes['N']}"
     dtypes = {x.dtype for x in matrices}
     if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and dtypes != MIXED):
         found = _names(x.dtype for x in matrices)

@@ -102,8 +102,9 @@ def _forward_kernel(
     f, position, bias, rate, taper, g, step, rows_all, T, D, f_b, f_t, p_b, p_t, factor, least, most,
     SHAPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1).to(tl.int64) * BR + tl.arange(0, BR)
-    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    groups = tl.cdiv(D, BC)
+    rows = (tl.program_id(0) // groups).to(tl.int64) * BR + tl.arange(0, BR)
+    cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
     in_rows = rows < rows_all
     in_cols = cols < D
     size, _, scale, _ = _tile(
@@ -161,7 +162,7 @@ def _log_decay(
     tokens, rows, columns = _blocks(f)
     g, step = (f.new_empty(f.shape if made else 0, dtype=torch.float32) for made in (True, with_step))
     if f.numel():
-        launch(_forward_kernel, (triton.cdiv(f.shape[2], columns), triton.cdiv(tokens, rows)))(
+        launch(_forward_kernel, (triton.cdiv(f.shape[2], columns) * triton.cdiv(tokens, rows),))(
             f, position, bias, rate, taper, g, step if with_step else None, tokens, f.shape[1], f.shape[2],
             f.stride(0), f.stride(1), *positions(position), factor, least, limit(most),
             SHAPE=SHAPES[shape], BR=rows, BC=columns,

@@ -89,13 +89,16 @@ class Settings(NamedTuple):
 
 
 def architecture() -> str:
-    """The architecture of the GPU: sm_90 and later are "hopper", earlier ones "ampere", and AMD's "amd"."""
+    """The kind of GPU: "hopper" (sm_90 to sm_110), "amd", or "ampere" for others of NVIDIA.
+
+    The cards of sm_120 have the tensor cores and the shared memory of sm_89.
+    """
     if interpreted():
         return "hopper"
     target: Any = triton.runtime.driver.active.get_current_target()
     if target.backend != "cuda":
         return "amd"
-    return "hopper" if target.arch >= 90 else "ampere"
+    return "hopper" if 90 <= target.arch < 120 else "ampere"
 
 
 # (kernel, states a head) → architecture → (tokens of a chunk, columns or rows of a block) for K and V up to 64, and for

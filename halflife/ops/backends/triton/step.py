@@ -45,10 +45,10 @@ def _step_kernel(
     q_n, q_h, k_n, k_h, v_n, v_h, g_n, g_h, beta_n, beta_h, a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k,
     BK: tl.constexpr, BV: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(1).to(tl.int64) // H
-    h = tl.program_id(1) % H
+    n = tl.program_id(0).to(tl.int64) // H
+    h = tl.program_id(0) % H
     rows = tl.arange(0, BK)
-    cols = tl.program_id(0) * BV + tl.arange(0, BV)
+    cols = tl.program_id(1) * BV + tl.arange(0, BV)
     query = _row(q, n, h // SQ, q_n, q_h, rows, rows < K)
     key = _row(k, n, h // SK, k_n, k_h, rows, rows < K)
     value = _row(v, n, h, v_n, v_h, cols, cols < V)
@@ -62,7 +62,7 @@ def _step_kernel(
         query, key, value, strength, decay, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
         a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, beta is not None,
     )  # fmt: skip
-    at = tl.program_id(1).to(tl.int64) * V + cols
+    at = tl.program_id(0).to(tl.int64) * V + cols
     tl.store(o + at, (out * scale).to(o.dtype.element_ty), mask=cols < V)
 
 
@@ -76,7 +76,7 @@ def updated(
     in_rows = rows < K
     inside = in_rows[:, None] & (cols < V)[None, :]
     place = n * s_n + h * s_h + rows[:, None] * s_k + cols[None, :]
-    place_new = (tl.program_id(1).to(tl.int64) * K + rows[:, None]) * V + cols[None, :]
+    place_new = (tl.program_id(0).to(tl.int64) * K + rows[:, None]) * V + cols[None, :]
     old = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
     if state is not None:
         old = tl.load(state + place, mask=inside, other=0.0)
@@ -130,7 +130,7 @@ def _step(
     )
     strides = [(0, 0) if x is None else (x.stride(0), x.stride(2)) for x in (q, k, v, g, beta, a, b, g_slow)]
     of_state = (0, 0, 0) if state is None else state.stride()[:3]
-    launch(_step_kernel, (triton.cdiv(value, COLUMNS), batch * heads))(
+    launch(_step_kernel, (batch * heads, triton.cdiv(value, COLUMNS)))(
         q, k, v, g, beta, a, b, g_slow, state, slow, o, states[0], states[-1] if count == 2 else None, scale,
         heads, heads // q.shape[2], heads // k.shape[2], rows, value, *[x for pair in strides for x in pair], *of_state,
         BK=max(16, triton.next_power_of_2(rows)), BV=COLUMNS, VECTOR=g is not None and g.ndim == 4,

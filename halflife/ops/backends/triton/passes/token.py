@@ -74,11 +74,11 @@ def _token_kernel(
     beta_n, beta_h, gain_n, gain_h, p_n, s_n, s_h, s_k, W: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr,
     SHAPE: tl.constexpr, GAIN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(1).to(tl.int64) // H
-    h = tl.program_id(1) % H
+    n = tl.program_id(0).to(tl.int64) // H
+    h = tl.program_id(0) % H
     rows = tl.arange(0, BK)
-    cols = tl.program_id(0) * BV + tl.arange(0, BV)
-    first = (rows < K) & (rows * 0 + tl.program_id(0) + h % S == 0)  # of the programs that share a key
+    cols = tl.program_id(1) * BV + tl.arange(0, BV)
+    first = (rows < K) & (rows * 0 + tl.program_id(1) + h % S == 0)  # of the programs that share a key
     at = h // S * K + rows
     value = _convolved(x, weight, bias, conv, new_conv, n, v_at + h * V + cols, cols < V, cols < V, D, x_n, W)
     query = _convolved(x, weight, bias, conv, new_conv, n, q_at + at, rows < K, first, D, x_n, W)
@@ -108,7 +108,7 @@ def _token_kernel(
     )  # fmt: skip
     if skip is not None:
         out += tl.load(skip + h).to(tl.float32) * value
-    tl.store(o + tl.program_id(1).to(tl.int64) * V + cols, out.to(o.dtype.element_ty), mask=cols < V)
+    tl.store(o + tl.program_id(0).to(tl.int64) * V + cols, out.to(o.dtype.element_ty), mask=cols < V)
 
 
 def _token(
@@ -131,7 +131,7 @@ def _token(
         torch.empty(state.shape, dtype=state.dtype, device=state.device) for part in (state, slow) if part is not None
     ]
     strides = [(0, 0) if part is None else (part.stride(0), part.stride(2)) for part in (g, g_slow, logits, gain)]
-    launch(_token_kernel, (triton.cdiv(columns, COLUMNS), batch * heads))(
+    launch(_token_kernel, (batch * heads, triton.cdiv(columns, COLUMNS)))(
         x, weight, bias, conv, g, g_slow, logits, gain, skip, state, slow, shift, rate, taper, position, o, new_conv,
         states[0], None if slow is None else states[1], scale, most, factor, least, limit(limit_of_step), heads,
         heads // groups, rows, columns, channels, *places, x.stride(0),
