@@ -30,7 +30,7 @@ from halflife.parallel import Piece, context_parallel
 from halflife.training.config import TrainConfig
 from halflife.training.plan import WORD, Needs
 
-SHORT, MIB = 256, 1 << 20
+MIB = 1 << 20
 BYTES = [
     "mamba2",
     "mamba2+post+gate_rank",
@@ -69,7 +69,8 @@ def worker(arguments):
         context = context_parallel(model)
         piece = context.piece
     ids = torch.randint(256, (1, arguments.length + 1), generator=torch.Generator().manual_seed(0))
-    step(model, ids[:, :SHORT], piece, SHORT, arguments.recompute)
+    short = max(256, arguments.length // 64)  # with every kernel and buffer that the long one has
+    step(model, ids[:, : short + 1], piece, short, arguments.recompute)
     before, seconds = resident("VmRSS"), []
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for _ in range(arguments.runs):

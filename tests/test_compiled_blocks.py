@@ -20,7 +20,7 @@ SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
 ROWS = [(2, length, None) for length in (64, 64, 96, 80, 72, 100)]
 PACKED = [(1, 64, bounds) for bounds in ([0, 5, 64], [0, 2, 9, 64], [0, 4, 5, 9, 64], [0, 64], [0, 1, 64], [0, 64])]
 EXACT = 1e-6  # of compiled blocks in float32; aot_eager changes no bit
-BY_INDUCTOR = 1.6e-5  # four times the largest error, in a gradient of a gate's bias
+BY_INDUCTOR = 9e-5  # four times the largest error, in a gradient of Mamba-2's rates
 
 
 def gradients(model, rows, length, bounds, call=None):
@@ -63,7 +63,9 @@ def test_nothing_is_compiled_after_two_lengths():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [(), ("norms", "conv", "op"), ("blocks",)])
-@pytest.mark.parametrize("name", ["mamba2+post+gate_rank", "gated_deltanet", "rwkv7", "llama", "mamba2+attention"])
+@pytest.mark.parametrize(
+    "name", ["mamba2+post+gate_rank", "gated_deltanet", "rwkv7", "llama", "mamba2+attention", "mamba2+ska"]
+)
 def test_rows_and_documents(name, recompute):
     in_a_process(f"compare({name!r}, ROWS, 3, {recompute}); compare({name!r}, PACKED, 4, {recompute})")
 
@@ -75,6 +77,8 @@ def test_rows_and_documents(name, recompute):
         ("mamba2+post+gate_rank", ROWS, 3),
         ("mamba2+log_linear", [(2, 64, None), (2, 96, None), (2, 64, None)], 2),
         ("fox", [(2, 64, None), (2, 96, None), (2, 64, None)], 2),
+        ("mamba3", [(2, 64, None), (2, 96, None), (2, 64, None)], 2),
+        ("mamba2+ska", ROWS, 3),
     ],
 )
 def test_by_inductor(name, batches, settled):

@@ -86,6 +86,7 @@ class Mamba3(HasMemory, Mixer):
     """
 
     ROPE_FRACTIONS = (0.5, 1)
+    loops_over_length = True  # running angles: see `models.compiled`
 
     def __init__(
         self,
@@ -244,6 +245,8 @@ class EchoMamba3(Mixer):
     Raises:
         ValueError: the number of heads does not divide, or the state size is odd.
     """
+
+    loops_over_length = True
 
     def __init__(
         self, place: Place, run: Run, *, expand: int = 2, state_size: int = 16, conv_size: int = 4,

@@ -36,8 +36,8 @@ def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iter
 
     Yields:
         A function that returns how many graphs were compiled so far. A batch of another kind compiles again: the first
-        one, the first of another length (whose graphs then hold for every length, but in log-linear and forgetting
-        attention), packed documents, and a single one.
+        one, the first of another length (whose graphs then hold for every length, but in Mamba-3 and log-linear and
+        forgetting attention), packed documents, and a single one.
     """
     from torch._dynamo import config
     from torch._dynamo.utils import counters

@@ -61,7 +61,8 @@ def check_decay(name: str, g: Tensor | None, key: tuple[Any, ...]) -> None:
 
 def may_branch(device: torch.device) -> bool:
     """Whether the host may read values on `device`. An accelerator would make it wait, and a graph has no values."""
-    return device.type in HOSTS and not torch.compiler.is_exporting()
+    in_a_graph = torch.compiler.is_exporting() or torch.compiler.is_compiling()
+    return device.type in HOSTS and not in_a_graph
 
 
 def is_transformed() -> bool:

@@ -156,7 +156,8 @@ def _attend(call: KoopmanCall, backend: str) -> KoopmanResult:
         elif implementation is by_kernels:
             pass
         elif backend != "reference" and not may_branch(call.k.device):
-            implementation = graph.run
+            compiled = implementation is native.run and not torch.compiler.is_exporting()
+            implementation = native.run if compiled else graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
         if implementation not in (native.run, _native_step, by_kernels):  # the kernels read bfloat16 as it is

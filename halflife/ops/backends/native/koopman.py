@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from halflife.ops.koopman.state import KoopmanMemory
 
 # The fields of a call that the kernels read. They refuse a call in which any other field has no default value.
+BLOCKS = 8  # `kBorder` of csrc/koopman_call.h: blocks from one saved state to the next
+TOKENS = 64  # `kTokenBlock`: tokens of a block where each has an operator of its own
 _KNOWN = {
     "q", "k", "v", "gamma", "mix", "ridge", "power", "mode", "mask", "chunk_size", "refresh", "normalization",
     "initial_state", "cu_seqlens",
@@ -54,11 +56,25 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     gamma, mix = readout.gamma.flatten(), readout.mix.flatten()
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *entering, gamma, mix))
+    borders = _most_borders(call, prefix) if torch.compiler.is_compiling() else -1
     y, *sums, last, keys, values, pending, _, _, retries = torch.ops.halflife.koopman(
         q, k, v, entering, pending.contiguous(), gamma, mix, call.packing.cu_seqlens, readout.ridge, readout.power,
-        call.tokens_per_operator, call.normalization == "sequence" and not prefix, prefix, save,
+        call.tokens_per_operator, call.normalization == "sequence" and not prefix, prefix, borders if save else 0,
     )  # fmt: skip
-    return y, type(memory)(type(memory.sums)._make(sums), last, keys, values, pending), int(retries)
+    memory = type(memory)(type(memory.sums)._make(sums), last, keys, values, pending)
+    return y, memory, retries if torch.compiler.is_compiling() else int(retries)
+
+
+def _most_borders(call: KoopmanCall, prefix: bool) -> int:
+    """How many sums are saved at most, by shapes alone: those before every `BLOCKS` blocks of each sequence."""
+    sequences, size, length = call.packing.num_sequences, call.tokens_per_operator, call.k.shape[1]
+    if prefix:
+        return sequences
+    waiting = 0 if call.initial_state is None else size - 1
+    apart = BLOCKS * (TOKENS if size == 1 else size)
+    if call.packing.cu_seqlens is None:
+        return sequences * -(-(length + waiting) // apart)
+    return (length + sequences * waiting) // apart + sequences
 
 
 def step(

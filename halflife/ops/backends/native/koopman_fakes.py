@@ -12,11 +12,11 @@ _LANE = 16  # rows and columns of a matrix are multiples of it (csrc/matrix.h)
 
 @torch.library.register_fake("halflife::koopman")
 def _forward(
-    q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence, prefix, save
+    q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence, prefix, borders
 ) -> list[Tensor]:
     heads, rank, width = k.shape[2], _round_up(k.shape[3]), _round_up(v.shape[3])
-    # In mode "chunk" the number of saved sums depends on the counts of pending tokens.
-    borders = (len(pending) if prefix else torch.library.get_ctx().new_dynamic_size()) if save else 0
+    if borders < 0:  # the number of saved sums depends on the counts of pending tokens
+        borders = torch.library.get_ctx().new_dynamic_size()
     return [
         v.new_empty(*q.shape[:3], v.shape[3]), *(torch.empty_like(x) for x in memory), torch.empty_like(pending),
         memory[0].new_empty(borders, heads, rank, 2 * rank + width), memory[0].new_empty(borders, heads),

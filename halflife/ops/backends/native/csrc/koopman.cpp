@@ -62,14 +62,15 @@ Call make_call(const Tensor& q, const Tensor& k, const Tensor& v, at::TensorList
 namespace {
 
 // y, the seven tensors of the final memory, the pending counts, the sums and norms that the backward pass starts from,
-// and retries.
+// and retries. `saved` is the number of saved sums: 0 for none, −1 for as many as there are, or room for more.
 std::vector<Tensor> forward(Tensor q, Tensor k, Tensor v, at::TensorList memory, Tensor pending, Tensor gamma,
                             Tensor mix, OptionalTensor cu_seqlens, double ridge, int64_t power, int64_t chunk_size,
-                            bool whole_sequence, bool prefix, bool save) {
+                            bool whole_sequence, bool prefix, int64_t saved) {
   const Call c = make_call(q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence,
                            prefix);
   const std::vector<int64_t> first_borders = c.first_borders();
-  const int64_t count = save ? first_borders.back() : 0;
+  const int64_t count = saved < 0 ? first_borders.back() : saved;
+  TORCH_CHECK(count == 0 || count >= first_borders.back(), "koopman saves ", first_borders.back(), " sums, not ", count);
   Tensor y = at::empty({v.size(0), q.size(1), v.size(2), v.size(3)}, v.options()), left = at::empty_like(pending);
   Tensor borders = at::empty({count, c.heads, c.sizes.rank, c.sizes.columns()}, c.memory.gram.options());
   Tensor norms = at::empty({count, c.heads}, borders.options());
@@ -115,7 +116,7 @@ std::vector<Tensor> backward(Tensor q, Tensor k, Tensor v, at::TensorList memory
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "koopman(Tensor q, Tensor k, Tensor v, Tensor[] memory, Tensor pending, Tensor gamma, Tensor mix, "
-      "Tensor? cu_seqlens, float ridge, int power, int chunk_size, bool whole_sequence, bool prefix, bool save) -> Tensor[]");
+      "Tensor? cu_seqlens, float ridge, int power, int chunk_size, bool whole_sequence, bool prefix, int saved) -> Tensor[]");
   m.def(
       "koopman_backward(Tensor q, Tensor k, Tensor v, Tensor[] memory, Tensor pending, Tensor gamma, Tensor mix, "
       "Tensor? cu_seqlens, float ridge, int power, int chunk_size, bool whole_sequence, bool prefix, Tensor borders, Tensor norms, "
