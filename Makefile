@@ -71,6 +71,7 @@ test-oldest test-newest: chromium
 	$(VENV)-$@/bin/python -m pip install --quiet --upgrade --constraint $(VENV)-$@/constraints.txt \
 	  '$(TORCH)' '$(NUMPY)' --editable '.[dev]'
 	$(VENV)-$@/bin/python -m $(PYTEST)
+	$(VENV)-$@/bin/python -m pytest tests/test_offline.py -m slow -k compiles
 
 # The source archive and the wheel, both the same to the byte wherever they are built.
 dist: $(VENV)/installed-dev

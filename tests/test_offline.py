@@ -145,6 +145,40 @@ def test_the_figures_are_those_of_this_code():
         assert row["sm_90"]["bytes"] == DATA["kernels"][name]["sm_90"]["bytes"]
 
 
+COMPILING = """
+import sys
+sys.path[:0] = ["benchmarks"]
+import offline
+from triton.backends.nvidia.compiler import CUDABackend
+CUDABackend.make_cubin = lambda *_: b""  # the assembler has no part in it, and takes most of the time
+seen = set()
+for target in ("sm_90", "sm_80"):
+    calls = offline.offline_tokens.launches() | offline.offline_passes.launches()
+    for case, call in offline.CASES.items():
+        parts = [part for shape in call.shapes for part in offline.launches_of(call, *shape, target)]
+        calls[case] = [launch for part in parts for launch in part]
+    for case, launches in calls.items():
+        for launch in launches:
+            if (name := (offline.name_of(launch, case), target)) not in seen:
+                seen.add(name)
+                offline.offline_kernels.compiled(launch, target)
+print(len(seen))
+"""
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_with_this_release_of_triton(tmp_path):
+    """`make test-oldest` and `make test-newest` have others, each of which fails on something that others take."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING], capture_output=True, text=True, check=False, cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) >= 400
+
+
 def test_bytes_of_a_launch():
     """Arguments that are loaded and stored, from a kernel's first code, and entries of stride 0 once."""
     kernels = script("offline_kernels")

@@ -48,22 +48,24 @@ def _add_kernel(
     col = tl.arange(0, BR)
     wide = tl.arange(0, BW)
     width = R
+    final = gram
+    if part == 1:
+        final = transition
     if part == 2:
         width = P
+        final = values
     inside_sum = (col < R)[:, None] & (wide < width)[None, :]
     total = tl.zeros([BR, BW], tl.float32)
     largest = 0.0
     for c in range(chunks + 1):
         if c == full:
+            # C is the transpose. A store for each part is more than Triton 3.6 compiles.
+            place = tl.where(part == 2, wide[None, :] * R + col[:, None], col[:, None] * R + wide[None, :])
+            tl.store(final + at * R * width + place, total, mask=inside_sum)
             if part == 0:
-                tl.store(gram + (at * R + col[:, None]) * R + wide[None, :], total, mask=inside_sum)
                 tl.store(norm + at, largest)
                 newest = tl.load(k + (at * 0 + c * S - 1) * k_t + col, mask=(col < R) & (c > 0), other=0.0)
                 tl.store(last + at * R + col, newest.to(tl.float32), mask=col < R)
-            elif part == 1:
-                tl.store(transition + (at * R + col[:, None]) * R + wide[None, :], total, mask=inside_sum)
-            else:
-                tl.store(values + (at * P + wide[None, :]) * R + col[:, None], total, mask=inside_sum)
         if c < chunks:
             place = ((c * heads + at) * R + col[:, None]) * (2 * R + P) + part * R + wide[None, :]
             tl.store(sums + place, total, mask=inside_sum)
