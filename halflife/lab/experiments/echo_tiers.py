@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
+from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, TaskSettings
 from halflife.lab.experiments.echo import with_shared_features
 from halflife.models import ModelConfig, preset
 from halflife.models.presets.modifiers import SKA_PAPER
@@ -41,20 +42,20 @@ class TierSettings(TaskSettings):
     """The settings of the tiers.
 
     Attributes:
-        amnesia_layers: layers and heads of the models for `amnesia`; those of the others are `num_layers`, `num_heads`.
-        amnesia_steps: of training on `amnesia`.
+        amnesia_layers, amnesia_heads, amnesia_steps: of the models for `amnesia`. `num_layers`, `num_heads` and `steps`
+            are those of the others, and of all if they are given.
         rank: r of the SKA layers.
     """
 
-    amnesia_layers: int
-    amnesia_steps: int
+    amnesia_layers: int = 4
+    amnesia_heads: int = 4
+    amnesia_steps: int = 6000
     rank: int = 24
 
 
 PAPER = TierSettings(
-    hidden_size=96, num_layers=3, num_heads=3, train_length=400, steps=2500, amnesia_layers=4, amnesia_steps=6000,
-    batch_size=16, weight_decay=0.01, schedule="cosine", bf16=True, validate_every=250, action_mask=True,
-    test_examples=512,
+    hidden_size=96, num_layers=3, num_heads=3, train_length=400, steps=2500, batch_size=16, weight_decay=0.01,
+    schedule="cosine", bf16=True, validate_every=250, action_mask=True, test_examples=512,
 )  # fmt: skip
 SMOKE = dataclasses.replace(PAPER, steps=60, amnesia_steps=60, bf16=False, test_examples=64, validation_examples=64)
 SMALL = dataclasses.replace(PAPER, steps=500, amnesia_steps=500)
@@ -83,6 +84,11 @@ class EchoTiers(Experiment):
     models_of: ClassVar = {"paper": tuple(TIERS)}
     rates: ClassVar = {"paper": (3e-4,), "": (1e-3,)}
 
+    def settings_at(self, scale: str, changes: Mapping[str, Any]) -> ExperimentSettings:
+        amnesia = {"steps": "amnesia_steps", "num_layers": "amnesia_layers", "num_heads": "amnesia_heads"}
+        given = {amnesia[name]: value for name, value in changes.items() if name in amnesia}
+        return super().settings_at(scale, {**given, **changes})
+
     def build_cell(self, settings: TierSettings, cell: Cell) -> RunConfig:
         name, _, place = cell.model.partition(":")
         check_choice("tier", place, TIERS)
@@ -103,7 +109,8 @@ class EchoTiers(Experiment):
         """The model of a variant for a task."""
         check_choice("model of echo-tiers", name, VARIANTS | FAILED)
         amnesia = task == "amnesia"
-        depth, heads = (settings.amnesia_layers,) * 2 if amnesia else (settings.num_layers, settings.num_heads)
+        depth = settings.amnesia_layers if amnesia else settings.num_layers
+        heads = settings.amnesia_heads if amnesia else settings.num_heads
         config = preset(
             "mamba3_echo", hidden_size=settings.hidden_size, num_layers=depth, vocab_size=128, num_heads=heads,
             norm="layer", mixer_options={"chunk_size": settings.chunk_size},
