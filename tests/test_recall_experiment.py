@@ -185,7 +185,11 @@ def test_a_mixture_is_compared_on_a_grid(finished):
 
 def test_a_task_of_text_needs_no_tier(tmp_path):
     """The length of the task is its default, which is not in the settings."""
-    sizes = {**TINY, "steps": 1, "test_tasks": ("toolcalling",), "test_examples": 2, "validation_examples": 2}
+    names = "lengths", "test_pairs", "train_length", "pairs"
+    kept = {name: value for name, value in TINY.items() if name not in names}
+    sizes = {**kept, "steps": 1, "test_tasks": ("toolcalling",), "test_examples": 2, "validation_examples": 2}
+    given = {"tasks": ("toolcalling",), "settings": {**sizes, "lengths": (16, 24)}}
+    assert_raises(ValueError, "lengths=.*changes nothing here", compare.plan_comparison, ("mamba2",), **given)
     folder = compare.create_comparison(("mamba2",), tasks=("toolcalling",), settings=sizes, output=tmp_path / "text")
     rows = compare.run_comparison(folder, show=False)
     assert {(row["test"], row["length"]) for row in rows} == {("in_distribution", 400), ("toolcalling", 400)}
