@@ -170,12 +170,12 @@ def trips(launch: Launch) -> int:
     """How many chunks a program of a walk passes, one after another; for a program of one chunk its blocks of rows, or
     the levels of its pairs of tokens (with several blocks this counts the code around the levels too often)."""
     given = launch.arguments
+    if "LENGTH" in given and "entering" in given:
+        return math.ceil(given["LENGTH"] / given["C"])
     if "LEVELS" in given:
         return given["LEVELS"] * (math.ceil(given["K"] / given["BK"]) if "reads" in given else 1)
     if "LENGTH" in given:
-        return math.ceil(
-            given["LENGTH"] / given["C"] if "entering" in given else given.get("K", 1) / given.get("BK", 1)
-        )
+        return math.ceil(given.get("K", 1) / given.get("BK", 1))
     return given.get("PER", 1)
 
 
@@ -194,10 +194,11 @@ def row_of(launch: Launch, copy: float, others: dict[str, Launch] | None = None)
         if target == "sm_90":
             blocks = "LENGTH" in launch.arguments and not {"LEVELS", "entering"} & launch.arguments.keys()
             cycles = offline_code.timing(offline_code.disassembled(kernel.asm["cubin"])[0], every=blocks)
-    tensors = [x for x in launch.arguments.values() if isinstance(x, Tensor)]
+    given = launch.arguments
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
     facts = {
         "products": "tt.dot" in text and any(x.dtype in NARROW for x in tensors),
-        "walk": "tt.dot" in text and "LEVELS" not in launch.arguments and trips(launch) > 1,
+        "walk": "tt.dot" in text and ("entering" in given or "LEVELS" not in given) and trips(launch) > 1,
         "timing": [round(x) for x in (cycles.cycles, cycles.issued, cycles.outside, cycles.outside_issued)],
         "moves": {name: sorted(kinds) for name, kinds in does.items() if kinds},
     }

@@ -17,8 +17,8 @@ nothing cancels. All exponents are ≤ 0.
 SQ and SK are how many heads share a row of the queries and of the keys, which have `[B·T, H / SQ]` and `[B·T, H / SK]`
 rows. Kernels compute gradients of such rows head by head, and `sum_of_heads` adds them.
 
-No kernel uses the transposed result of a product as an operand of the next product, because Triton has compiled that to
-wrong numbers on Hopper. Where the transpose is needed, a second product computes it.
+No product of wgmma, which has 64 rows or more, has the transposed result of a product as an operand, because Triton has
+compiled that to wrong numbers on Hopper. Where the transpose is needed, a second product computes it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ import triton.language as tl
 
 from halflife.ops.backends.triton.gates import FLOOR, dot
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 @no_type_check
@@ -36,8 +38,15 @@ def sums(chosen, x, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def summed_decays(g, DTYPE: tl.constexpr):
-    """Convert float32 log-decays to an operand of `sums`, for inputs in DTYPE."""
-    return g if DTYPE == tl.float32 else g.to(tl.float16)  # noqa: SIM300
+    """Convert float32 log-decays to logarithms to base 2, an operand of `weights`, for inputs in DTYPE."""
+    return (g * LOG2E).to(tl.float32 if DTYPE == tl.float32 else tl.float16)  # noqa: SIM300
+
+
+@triton.jit
+@no_type_check
+def weights(chosen, parts, PRECISION: tl.constexpr):
+    """Compute `e^E` with `E = N g`, from `parts`, the result of `summed_decays`."""
+    return tl.exp2(sums(chosen, parts, PRECISION))
 
 
 @triton.jit
@@ -52,10 +61,9 @@ def summed_grads(x, DTYPE: tl.constexpr):
 def clamped(g):
     """Convert log-decays to float32 from `FLOOR` on, so that none is infinite.
 
-    A NaN becomes 0, because in `sums` it would reach tokens before its own.
+    A NaN becomes `FLOOR` too, because in `sums` it would reach tokens before its own.
     """
-    g = g.to(tl.float32)
-    return tl.where(g == g, tl.where(g < FLOOR, FLOOR, g), 0.0)
+    return tl.maximum(g.to(tl.float32), FLOOR)
 
 
 @triton.jit
@@ -86,3 +94,35 @@ def level_grads(ii, tt, level):
 def level_pairs(ii, jj, level):
     """Which tokens are in different halves of one block."""
     return (ii >> level)[:, None] == ((jj >> level) ^ 1)[None, :]
+
+
+@triton.jit
+@no_type_check
+def total_of(given, gs):
+    """The sums of a chunk's log-decays, with a NaN where one is among the `given` ones."""
+    return tl.sum(tl.where(given == given, gs, given.to(tl.float32)), 0)
+
+
+@triton.jit
+@no_type_check
+def not_numbers(given):
+    """For each token NaN if one of its log-decays is, else 0."""
+    return tl.sum(tl.where(given == given, 0.0, given.to(tl.float32)), 1)
+
+
+@triton.jit
+@no_type_check
+def own_scores(qs, ks, cc):
+    """The scores of tokens with themselves, float32 `[i, j]`."""
+    alike = tl.sum(qs.to(tl.float32) * ks.to(tl.float32), 1)
+    return tl.where(cc[None, :] == cc[:, None], alike[:, None], 0.0)
+
+
+@triton.jit
+@no_type_check
+def level_scores(qs, ks, parts, cc, level, within, PRECISION: tl.constexpr):
+    """The scores of a level's pairs, float32 `[i, j]`, where `within`, which is i ≥ j, or j > i for the transpose."""
+    weight = weights(level_sums(cc, cc, level), parts, PRECISION)
+    rows = (tl.where(is_second(cc, level)[:, None], qs.to(tl.float32), ks.to(tl.float32)) * weight).to(qs.dtype)
+    scores = dot(rows, tl.trans(rows), tl.zeros([qs.shape[0], qs.shape[0]], tl.float32), PRECISION)
+    return tl.where(level_pairs(cc, cc, level) & within, scores, 0.0)

@@ -7,15 +7,15 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from halflife.ops.backends.triton.gates import dot
 from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.vector.levels import (
     clamped,
-    is_second,
-    level_pairs,
-    level_sums,
+    level_scores,
+    not_numbers,
+    own_scores,
     summed_decays,
-    sums,
+    total_of,
+    weights,
 )
 from halflife.ops.backends.triton.walks import load, store
 
@@ -43,7 +43,6 @@ def prepare_kernel(
     total = totals + (slot * H + h) * K
     upto = cc[None, :] <= cc[:, None]
     after = cc[None, :] > cc[:, None]
-    same = cc[None, :] == cc[:, None]
     found = tl.zeros([C, C], tl.float32)
     for block in range(0, K, BK):
         kk = block + tl.arange(0, BK)
@@ -51,19 +50,12 @@ def prepare_kernel(
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
         given = load(g + row, cc, kk, inside, H * K, K, BK)
         gs = clamped(given)
-        tl.store(total + kk, tl.sum(tl.where(given == given, gs, given), 0), mask=kk < K)
+        tl.store(total + kk, total_of(given, gs), mask=kk < K)
         parts = summed_decays(gs, DTYPE)
-        store(
-            reads + row, qs.to(tl.float32) * tl.exp(sums(upto, parts, PRECISION)) * scale, cc, kk, inside, H * K, K, BK
-        )
-        store(writes + row, ks.to(tl.float32) * tl.exp(sums(after, parts, PRECISION)), cc, kk, inside, H * K, K, BK)
+        store(reads + row, qs.to(tl.float32) * weights(upto, parts, PRECISION) * scale, cc, kk, inside, H * K, K, BK)
+        store(writes + row, ks.to(tl.float32) * weights(after, parts, PRECISION), cc, kk, inside, H * K, K, BK)
         # A NaN among the log-decays is seen from its token on, and in the states after its chunk.
-        alike = tl.sum(qs.to(tl.float32) * ks.to(tl.float32), 1)
-        alike += tl.cumsum(tl.sum(tl.where(given == given, 0.0, given.to(tl.float32)), 1), 0)
-        found += tl.where(same, alike[:, None], 0.0)
+        found += own_scores(qs, ks, cc) + tl.where(upto, not_numbers(given)[None, :], 0.0)
         for level in range(LEVELS):
-            weight = tl.exp(sums(level_sums(cc, cc, level), parts, PRECISION))
-            rows = (tl.where(is_second(cc, level)[:, None], qs, ks).to(tl.float32) * weight).to(qs.dtype)
-            part = dot(rows, tl.trans(rows), tl.zeros([C, C], tl.float32), PRECISION)
-            found += tl.where(level_pairs(cc, cc, level) & upto, part, 0.0)
+            found += level_scores(qs, ks, parts, cc, level, upto, PRECISION)
     store(pairs + (token * H + h) * C, found * scale, cc, cc, inside, H * C, C, C)

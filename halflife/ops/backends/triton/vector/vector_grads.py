@@ -27,6 +27,7 @@ from halflife.ops.backends.triton.vector.levels import (
     summed_decays,
     summed_grads,
     sums,
+    weights,
 )
 from halflife.ops.backends.triton.walks import beside_state, load, store
 
@@ -37,10 +38,10 @@ def grads_kernel(
     q, k, v, do, g, states, after, dq, dk, dg, table, scale, T, LENGTH, PER, H: tl.constexpr, SQ: tl.constexpr,
     SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr,
     VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head, and BK rows of its state. `states` enter the chunks, and `after` are gradients of those that
-    leave them."""
+    leave them, which are `[V, K]` if TURNED, else `[K, V]`."""
     PARTS: tl.constexpr = (K + BK - 1) // BK
     DTYPE: tl.constexpr = q.dtype.element_ty
     part = tl.program_id(0) % PARTS
@@ -62,7 +63,7 @@ def grads_kernel(
         vv = block + tl.arange(0, BV)
         vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
         dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
-        at = slot + kk[None, :] * V + vv[:, None]
+        at = slot + (kk[None, :] + vv[:, None] * K if TURNED else kk[None, :] * V + vv[:, None])
         real = (kk < K)[None, :] & (vv < V)[:, None]
         state = tl.load(states + at, mask=real, other=0.0)
         grad = tl.load(after + at, mask=real, other=0.0)
@@ -83,15 +84,15 @@ def grads_kernel(
     pairs = (tl.where(cc[:, None] > cc[None, :], later, earlier) * scale).to(qs.dtype)
     same = same[:, None] * scale
 
-    dqs *= tl.exp(sums(cc[None, :] <= cc[:, None], parts, PRECISION)) * scale
+    dqs *= weights(cc[None, :] <= cc[:, None], parts, PRECISION) * scale
     dgs = sums(cc[None, :] >= cc[:, None], summed_grads(dqs * qs.to(tl.float32), DTYPE), PRECISION)
     dqs += same * ks.to(tl.float32)
-    dks *= tl.exp(sums(cc[None, :] > cc[:, None], parts, PRECISION))
+    dks *= weights(cc[None, :] > cc[:, None], parts, PRECISION)
     dgs += sums(cc[None, :] < cc[:, None], summed_grads(dks * ks.to(tl.float32), DTYPE), PRECISION)
     dks += same * qs.to(tl.float32)
     for level in range(LEVELS):
         second = is_second(cc, level)[:, None]
-        weight = tl.exp(sums(level_sums(cc, cc, level), parts, PRECISION))
+        weight = weights(level_sums(cc, cc, level), parts, PRECISION)
         rows = tl.where(second, qs.to(tl.float32), ks.to(tl.float32))
         met = tl.where(level_pairs(cc, cc, level), pairs, 0.0)
         found = dot(met, (rows * weight).to(qs.dtype), tl.zeros([C, BK], tl.float32), PRECISION) * weight

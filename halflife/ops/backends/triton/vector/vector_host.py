@@ -12,8 +12,9 @@ from halflife.ops.backends.triton.gates import precision_of
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.linear import outputs, rows_of, scan
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
-from halflife.ops.backends.triton.segments import Segments, block, make_segments
+from halflife.ops.backends.triton.segments import Segments, architecture, block, make_segments
 from halflife.ops.backends.triton.vector.prepare import prepare_kernel
+from halflife.ops.backends.triton.vector.small_walk import walk_kernel as small_walk_kernel
 from halflife.ops.backends.triton.vector.vector_grads import grads_kernel
 from halflife.ops.backends.triton.vector.vector_walk import walk_kernel
 from halflife.ops.chunked.groups import grads_of_heads
@@ -30,35 +31,58 @@ class Tiles(NamedTuple):
     values: int  # channels of values that a step of the gradients has
 
 
+# Architecture → tokens of a chunk and columns of the state in a walk, for K and V up to 64.
+_SMALL = {"hopper": (32, 64), "ampere": (32, 32), "amd": (16, 32)}
+
+
 def tiles_of(key: int, value: int, dtype: torch.dtype, most: int) -> Tiles:
     """The sizes of blocks for chunks of at most `most` tokens. Products of float32 use no tensor cores."""
     if dtype == torch.float32:
         return Tiles(block(most, 16), block(value, 32), block(key, 32), block(value, 32))
-    return Tiles(block(most, 32), block(value, 64 if key <= 64 else 32), block(key, 64), block(value, 64))
+    chunk, columns = _SMALL[architecture()] if max(key, value) <= 64 else (32, 64 if key <= 64 else 32)
+    return Tiles(block(most, chunk), block(value, columns), block(key, 64), block(value, 64))
 
 
-class Operands(NamedTuple):
-    """What the kernels of one pass share: `reads`, `writes`, `pairs` and `totals` are results of `prepare.py`."""
+class Prepared(NamedTuple):
+    """The results of `prepare.py`."""
 
     reads: Tensor
     writes: Tensor
-    v: Tensor
     pairs: Tensor
     totals: Tensor
+
+
+class Operands(NamedTuple):
+    """What the kernels of one pass share. Walks over small heads need nothing `prepared`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    scale: float
     segments: Segments
     tiles: Tiles
+    prepared: Prepared | None = None
 
     @property
     def heads(self) -> int:
         return self.v.shape[2]
 
+    @property
+    def levels(self) -> int:
+        return self.tiles.chunk.bit_length() - 1
+
     def places(self) -> tuple[Any, ...]:
         s = self.segments
         return self.v.shape[1], s.length, s.per_sequence, self.heads
 
+    def slots(self) -> int:
+        """How many states of chunks there may be."""
+        return self.v.shape[0] * self.v.shape[1] // self.tiles.chunk + self.segments.count
+
     def new_states(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate states `[count, H, K, V]`."""
-        return self.v.new_empty(count, self.heads, self.reads.shape[3], self.v.shape[3], dtype=dtype)
+        return self.v.new_empty(count, self.heads, self.q.shape[3], self.v.shape[3], dtype=dtype)
 
 
 def _shared(q: Tensor, k: Tensor, heads: int) -> tuple[int, ...]:
@@ -66,24 +90,30 @@ def _shared(q: Tensor, k: Tensor, heads: int) -> tuple[int, ...]:
     return *(heads // max(1, x.shape[2]) for x in (q, k)), *(s for x in (q, k) for s in (x.stride(1), x.stride(2)))
 
 
-def _prepare(
+def _call(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int
 ) -> Operands:
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
     (batch, length, heads, value), key = v.shape, q.shape[3]
     tiles = tiles_of(key, value, q.dtype, min(chunk_size, length))
-    chunk = tiles.chunk
-    segments = make_segments(batch, length, cu_seqlens, chunk, heads * triton.cdiv(value, 64))
-    slots = batch * length // chunk + segments.count
+    segments = make_segments(batch, length, cu_seqlens, tiles.chunk, heads * triton.cdiv(value, 64))
+    call = Operands(q, k, v, g, scale, segments, tiles)
+    return call if key <= tiles.keys and value <= tiles.values else call._replace(prepared=_prepare(call))
+
+
+def _prepare(call: Operands) -> Prepared:
+    q, segments, tiles = call.q, call.segments, call.tiles
+    (batch, length, heads, _), key = call.v.shape, q.shape[3]
     reads, writes = (q.new_empty(batch, length, heads, key) for _ in range(2))
-    pairs = q.new_empty(batch, length, heads, chunk)
-    totals = q.new_empty(slots, heads, key, dtype=torch.float32)
-    call = Operands(reads, writes, v, pairs, totals, segments, tiles)
+    pairs = q.new_empty(batch, length, heads, tiles.chunk)
+    totals = q.new_empty(call.slots(), heads, key, dtype=torch.float32)
     if segments.count * heads:
-        launch(prepare_kernel, (segments.count * (segments.length // chunk) * heads,))(
-            q, k, g, reads, writes, pairs, totals, segments.table, scale, *call.places(), *_shared(q, k, heads), key,
-            chunk, chunk.bit_length() - 1, precision_of(q), tiles.keys, num_warps=2 if key <= 64 else 4,
+        launch(prepare_kernel, (segments.count * (segments.length // tiles.chunk) * heads,))(
+            q, call.k, call.g, reads, writes, pairs, totals, segments.table, call.scale, *call.places(),
+            *_shared(q, call.k, heads), key, tiles.chunk, call.levels, precision_of(q), tiles.keys,
+            num_warps=2 if key <= 64 else 4,
         )  # fmt: skip
-    return call
+    return Prepared(reads, writes, pairs, totals)
 
 
 def _walk(
@@ -91,15 +121,24 @@ def _walk(
     leaving: Tensor | None = None, carried: Tensor | None = None, states: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The walk over segments; with `do` that from the end, for gradients of states and of v."""
-    if do is not None:
-        call = call._replace(reads=call.writes, writes=call.reads, v=do)
-    if call.segments.count * call.heads:
-        v, key, value = call.v, call.reads.shape[3], call.v.shape[3]
-        precision = precision_of(call.reads)
-        launch(walk_kernel, (call.heads * triton.cdiv(value, call.tiles.columns), call.segments.count))(
-            call.reads, call.writes, v, call.pairs, call.totals, entering, out, leaving, carried, states,
-            call.segments.table, *call.places(), v.stride(1), v.stride(2), key, value, call.tiles.chunk,
-            do is not None, precision, block(key, 256), call.tiles.columns, 1 if precision == "ieee" else 2,
+    given, tiles, key, value = call.prepared, call.tiles, call.q.shape[3], call.v.shape[3]
+    if not call.segments.count * call.heads:
+        return
+    grid = call.heads * triton.cdiv(value, tiles.columns), call.segments.count
+    v, precision = call.v if do is None else do, precision_of(call.q)
+    written, stages = (entering, out, leaving, carried, states), 1 if precision == "ieee" else 2
+    if given is None:
+        q, k = (call.q, call.k) if do is None else (call.k, call.q)
+        launch(small_walk_kernel, grid)(
+            q, k, v, call.g, *written, call.segments.table, call.scale, *call.places(), *_shared(q, k, call.heads),
+            v.stride(1), v.stride(2), key, value, tiles.chunk, call.levels, do is not None, precision, tiles.keys,
+            tiles.columns, stages, num_warps=4,
+        )  # fmt: skip
+    else:
+        reads, writes = (given.reads, given.writes) if do is None else (given.writes, given.reads)
+        launch(walk_kernel, grid)(
+            reads, writes, v, given.pairs, given.totals, *written, call.segments.table, *call.places(), v.stride(1),
+            v.stride(2), key, value, tiles.chunk, do is not None, precision, block(key, 256), tiles.columns, stages,
             num_warps=4,
         )  # fmt: skip
 
@@ -109,7 +148,7 @@ def forward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `linear.outputs` returns, with the log-decays of the rows of states that pass a segment."""
-    call = _prepare(rows_of(q), rows_of(k), rows_of(v), g, cu_seqlens, scale, chunk_size)
+    call = _call(q, k, v, g, cu_seqlens, scale, chunk_size)
     return outputs(call, _walk, initial, VECTOR, q.shape[3])
 
 
@@ -118,11 +157,10 @@ def backward(
     cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, the log-decays and the initial states. No `dfinal` is zeros."""
-    q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    call = _prepare(q, k, v, g, cu_seqlens, scale, chunk_size)
-    segments, heads, tiles, key = call.segments, call.heads, call.tiles, q.shape[3]
+    call = _call(q, k, v, g, cu_seqlens, scale, chunk_size)
+    q, k, v, segments, heads, tiles, key = call.q, call.k, call.v, call.segments, call.heads, call.tiles, q.shape[3]
     narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    states, after = (call.new_states(len(call.totals), narrow) for _ in range(2))
+    states, after = (call.new_states(call.slots(), narrow) for _ in range(2))
     dq, dk, dv, dg = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(g)
     if segments.whole:
         dinitial = None if initial is None else torch.empty_like(initial)
@@ -138,8 +176,8 @@ def backward(
         chunks = segments.count * (segments.length // tiles.chunk)
         launch(grads_kernel, (chunks * heads * triton.cdiv(key, tiles.keys),))(
             q, k, v, do, g, states, after, dq, dk, dg, segments.table, scale, *call.places(), *_shared(q, k, heads),
-            v.stride(1), v.stride(2), key, v.shape[3], tiles.chunk, tiles.chunk.bit_length() - 1, precision_of(q),
-            tiles.keys, tiles.values, num_warps=4,
+            v.stride(1), v.stride(2), key, v.shape[3], tiles.chunk, call.levels, precision_of(q),
+            tiles.keys, tiles.values, call.prepared is None, num_warps=4,
         )  # fmt: skip
     dq, dk = sums_of_parts((dq, q, key), (dk, k, key))
     return dq, dk, dv, dg, dinitial
