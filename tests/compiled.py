@@ -37,6 +37,12 @@ def kernels_of(graph: Any) -> Counter:
     """The kernels in a graph, by name."""
     nodes = [node for node in graph.graph.nodes if node.target is triton_kernel_wrapper_functional]
     kernels = [kernel_side_table.get_kernel(node.kwargs["kernel_idx"]) for node in nodes]
+    for node, kernel in zip(nodes, kernels, strict=True):  # inductor would declare numbers float64
+        given = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
+        numbers = {name for name, x in given.items() if isinstance(x, float)}
+        params = getattr(kernel, "params", None) or kernel.fn.params  # one with options is within an Autotuner
+        runtime = numbers - {param.name for param in params if param.is_constexpr}
+        assert not runtime, f"{kernel}: {runtime}"
     return Counter(getattr(kernel, "base_fn", kernel.fn).__name__ for kernel in kernels)
 
 

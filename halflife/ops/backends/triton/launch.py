@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
@@ -25,9 +28,25 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
             with torch.cuda.device_of(arguments[0]):
                 kernel[grid](*arguments, **options)
         elif not interpreted():
-            wrap_triton(kernel)[grid](*arguments, **options)
+            names = zip(kernel.arg_names, arguments, strict=False)
+            floats = frozenset(name for name, x in names if isinstance(x, float))
+            wrap_triton(_with_constants(kernel, floats))[grid](*arguments, **options)
 
     return run
+
+
+@cache
+def _with_constants(kernel: Any, names: frozenset[str]) -> Any:
+    """A copy of a kernel to which these arguments are constants.
+
+    The compiler of torch 2.13 declares a kernel's floating-point numbers as float64, and not as float32 as Triton does.
+    What is multiplied with them would become float64.
+    """
+    given = kernel.fn
+    copy = FunctionType(given.__code__, given.__globals__, given.__name__, given.__defaults__, given.__closure__)
+    copy.__annotations__ = given.__annotations__ | dict.fromkeys(names, "tl.constexpr")
+    copy.__module__, copy.__qualname__ = given.__module__, given.__qualname__
+    return triton.jit(copy)
 
 
 def is_traced(x: Any) -> bool:

@@ -204,7 +204,8 @@ def positions(position: Tensor | None) -> tuple[int, int]:
 
 
 def limit(most: float | None) -> float:
-    return float("inf") if most is None else most
+    """The limit as a kernel gets it: the code of a compiler cannot name infinity."""
+    return torch.finfo(torch.float32).max if most is None else most
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
