@@ -22,7 +22,7 @@ def all_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def in_chunks(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     from halflife.models import loss
 
-    tokens = loss.tokens_at_once(len(weight), "cuda")
+    tokens = loss.tokens_at_once(len(weight), "cuda", hidden.dtype.itemsize)
     with mock.patch.object(loss, "tokens_at_once", return_value=tokens):
         return loss.ChunkedLoss.apply(hidden, weight, labels)
 

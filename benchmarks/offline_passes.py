@@ -65,6 +65,14 @@ def _added(channels: int) -> tuple[Tensor, Tensor]:
     return fused.add_rms_norm(stream, branch, weight(channels), 1e-5)
 
 
+def _loss(tokens: int, vocabulary: int) -> list[Tensor]:
+    from halflife.ops.cross_entropy import cross_entropy, losses_and_errors
+
+    logits, labels = leaf(tokens, vocabulary), torch.empty(tokens, dtype=torch.long, device="meta")
+    losses_and_errors(logits.detach(), labels, torch.empty((), device="meta"))
+    return [cross_entropy(logits, labels)]
+
+
 def _swiglu(channels: int) -> list[Tensor]:
     from halflife.ops import fused
 
@@ -147,6 +155,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "rwkv7_output 64": lambda: _output(16, 64),
     "rwkv7_values 64": lambda: _values(16, 64),
     "relu_square 4096": lambda: _squared(4096),
+    "cross_entropy 128256": lambda: _loss(4096, 128_256),
     "swiglu 2816": lambda: _swiglu(2816),
     "swiglu 2816 and its map": lambda: _swiglu_linear(2816),
     "scale_heads 64": lambda: _scaled(32, 64),

@@ -219,6 +219,7 @@ def test_info_says_why_not(monkeypatch):
         "rwkv7_values",
         "relu_square",
         "add_rms_norm",
+        "cross_entropy",
     }
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}

@@ -48,6 +48,8 @@ def drawn(op, variant):
         if name in spec.log_decays:
             x = -x.exp() / 8
             x = torch.where(x < -0.1, x, 0) if name == "g_slow" else x
+        elif name == "labels":
+            x = torch.arange(x.numel()).view(x.shape) % sizes["V"]
         elif name in ("k", "a", "b"):
             x = F.normalize(x, dim=-1)
         elif name in ("beta", "ridge"):

@@ -7,14 +7,17 @@ import torch
 from helpers import assert_close, generator
 from pairwise import crossed
 
+from halflife.models import loss
 from halflife.ops import causal_conv1d, fused, rwkv7
 from halflife.ops.backends import dispatch
+from halflife.ops.cross_entropy import cross_entropy, losses_and_errors
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton.passes import convolution, keys, mixing, norms
+from halflife.ops.backends.triton.passes import cross_entropy as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -290,12 +293,67 @@ def test_wide_norms_run_in_torch():
         fused.l2_normalize(x, backend="triton")
 
 
+# ------------------------------------------------------------------------------------------------- the loss
+
+
+@pytest.fixture
+def few_logits(monkeypatch):
+    """Programs of the loss then have several blocks of logits."""
+    monkeypatch.setattr(kernels, "BLOCK", 16)
+
+
+@crossed(strength=1, dtype=DTYPES, shape=[(7, 40), (3, 1), (0, 5)], size=[1, 100])
+def test_cross_entropy(dtype, shape, size, few_logits):
+    """Of rows with strides and labels that are ignored; the gradients in the place of logits are the same ones."""
+    logits = size * torch.randn(shape, generator=generator(shape))
+    labels = torch.arange(3, 3 + shape[0]) % shape[1]
+    labels[1::3] = -100
+
+    def run(backend, logits):
+        return [cross_entropy(strided(logits), labels.to(DEVICE), backend=backend)]
+
+    check(run, {"logits": logits}, dtype)
+    wide, given = logits.bfloat16().double(), logits.bfloat16().to(DEVICE, dtype)
+    factor = torch.tensor(1.5)
+    expected = dict(zip("ab", losses_and_errors(wide, labels, factor, backend="reference"), strict=True))
+    losses, errors = losses_and_errors(given, labels.to(DEVICE), factor.to(DEVICE), backend="triton")
+    assert errors is given
+    assert_close({"a": losses.double().cpu(), "b": errors.double().cpu()}, expected, 4 * WORST[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_in_chunks(dtype, few_logits, monkeypatch):
+    """Several chunks of tokens, of which one has fewer, with labels that count for nothing."""
+    monkeypatch.setattr(loss, "IN_PLACE", 3 * 40 * dtype.itemsize)
+    draw, labels = generator("loss"), torch.arange(8) * 5
+    labels[1::3] = -100
+    tensors = {"hidden": torch.randn(8, 6, generator=draw), "weight": torch.randn(40, 6, generator=draw)}
+
+    def run(backend, hidden, weight):
+        return [loss.ChunkedLoss.apply(hidden, weight, labels.to(DEVICE), backend)]
+
+    check(run, tensors, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, in the interpreter
+def test_logits_that_are_not_finite(few_logits):
+    """As torch has it; and a label outside of the vocabulary gives no number that looks like a loss."""
+    logits, labels = torch.zeros(8, 40), torch.tensor([0, 1, 2, 3, 4, 5, 40, -1])
+    logits[0, 1:], logits[1, 1:3], logits[2, 0], logits[3, 30] = 4 * [-torch.inf]
+    logits[4, 30], logits[5, 30], logits[3, :16] = torch.inf, torch.nan, -torch.inf
+    found = cross_entropy(logits, labels, backend="triton")
+    torch.testing.assert_close(found[:6], cross_entropy(logits[:6], labels[:6]), equal_nan=True)
+    assert found[6:].isnan().all()
+
+
 # ------------------------------------------------------------------------------------------------- custom ops
 
 X, WEIGHT = torch.randn(2, 3, 4), torch.randn(4, 3)
 X4 = torch.randn(2, 3, 2, 5)
 GIVEN = {
     "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True, torch.float64),
+    "cross_entropy": (X, torch.tensor([[0, 1, 2], [3, -100, 1]]), -100),
+    "cross_entropy_errors": (X, torch.zeros(2, 3, dtype=torch.long), X[..., 0], X[..., 1], X[0, 0, 0], -100),
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),
     "add_norm": (X, X.bfloat16(), WEIGHT[:, 0].contiguous(), 1e-5, None),
     "swiglu": (X, X + 1),
@@ -315,7 +373,11 @@ GIVEN = {
 def test_as_custom_ops(name):
     """What torch.compile and autograd rely on: schemas, shapes of fake tensors, and registered gradients."""
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    given = [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in GIVEN[name]]
+    learned = name != "cross_entropy_errors"  # which is called inside a backward pass
+    given = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in GIVEN[name]]
+    given = [
+        x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() and learned else x for x in given
+    ]
     torch.library.opcheck(triton.custom_op(name.split()[0]), given, test_utils=checks)
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from halflife.decay import DecayParts
-from halflife.layers import ssm_features
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay, check_gain
 from halflife.layers.parts import OUTPUT_NORMS, ShortConv
 from halflife.ops.fused import scale_heads
@@ -130,7 +129,7 @@ class Mamba2(HasMemory, Mixer):
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = query.unflatten(-1, (self.num_groups, -1)), key.unflatten(-1, (self.num_groups, -1))
         if self.share_features:
-            ssm_features.pass_on(shared, q, k, values)
+            pass_features(shared, q, k, values)
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch().exp()

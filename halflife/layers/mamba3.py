@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay import Decay, DecayParts
-from halflife.layers import ssm_features
 from halflife.layers.mamba2 import Skip
 from halflife.layers.memory.choice import HasMemory, OneOrGateRank, one_state
 from halflife.layers.memory.mimo import MIMO
 from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay
 from halflife.layers.parts import NormBeforeGate, ShortConv
 from halflife.packing import Packing
@@ -276,7 +275,7 @@ class EchoMamba3(Mixer):
         q, k = turn_both(c, b, angle)
         v, end = v.unflatten(-1, (self.num_heads, -1)), trapezoid.sigmoid()
         if self.share_features:
-            ssm_features.pass_on(shared, q, k, v)
+            pass_features(shared, q, k, v)
         y, memory = integrate(one_state, x, q, k, v, g, step, end, state, packing, **self.op_options)
         y = y.flatten(-2) * F.silu(z)
         y = self.out_proj(y.half() if x.dtype == torch.float16 else y)

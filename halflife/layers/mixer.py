@@ -63,6 +63,8 @@ Shared = dict[str, Tensor] | SharedTensors
 
 LAYERS: Registry[type[Mixer]] = Registry("layer")
 
+FEATURES = ("ssm_query", "ssm_key", "ssm_value")  # in the tensors that layers share
+
 
 class Mixer(nn.Module):
     """A sequence mixer: `y, state = mixer(x, state, cu_seqlens, attention_mask)`.
@@ -159,6 +161,40 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     check_options(f"layer {name}", layer, options)
     built = construct(layer, layer.complete({"hidden_size": hidden_size, **options}))
     return set_backend(built, options.get("backend", "auto"))
+
+
+def pass_features(shared: Shared | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put the keys, queries and values of a layer into `shared`, if there is one, for later layers (Echo, §6.1).
+
+    They are `[B, T, G, K]`, `[B, T, G, K]` and `[B, T, H, V]`.
+    """
+    if shared is not None:
+        for name, x in zip(FEATURES, (q, k, v), strict=True):
+            shared[name] = x
+
+
+def taken_features(
+    shared: Shared | None, tokens: tuple[int, ...], num_heads: int, rank: int, width: int
+) -> list[Tensor]:
+    """The features of the nearest layer before, for each head: `[B, T, H, K]` twice and `[B, T, H, V]`.
+
+    Args:
+        shared: tensors of this forward pass.
+        tokens: B and T of the layer that takes them.
+        num_heads, rank, width: its H, K and H · V.
+
+    Raises:
+        ValueError: no layer before passes its features on, or they have other sizes.
+    """
+    if shared is None or any(name not in shared for name in FEATURES):
+        raise ValueError("features 'mixer' are those of a Mamba layer before this one that has share_features=True")
+    q, k, v = (shared[name] for name in FEATURES)
+    if q.shape[:2] != tokens or q.shape[-1] != rank or v.shape[2:] != (num_heads, width // num_heads):
+        raise ValueError(
+            f"features 'mixer' must have {num_heads} heads, keys of {rank} (rank) and values of {width // num_heads} "
+            f"numbers (value_dim); got {tuple(q.shape)} and {tuple(v.shape)}"
+        )
+    return [*(x.repeat_interleave(num_heads // x.shape[2], 2) for x in (q, k)), v]
 
 
 def unpad(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from halflife.layers import ssm_features
 from halflife.layers.decay_gate import DecayGate
 from halflife.layers.init import drawn, orthogonal, reset, uniform
-from halflife.layers.mixer import LAYERS, Shared, State, unpad
+from halflife.layers.mixer import LAYERS, Shared, State, taken_features, unpad
 from halflife.layers.options import DecayChoice, Place, Run
 from halflife.layers.parts import ShortConv, clebsch_gordan
 from halflife.ops.fused import l2_normalize
@@ -253,7 +252,7 @@ class SKA(DecayGate):
         """Queries and keys `[B, T, H, R]`, values `[B, T, H, P]`, and the state of the short convolution, if any."""
         new = {}
         if self.features == "mixer":
-            q, k, v = ssm_features.taken(shared, x.shape[:2], self.num_heads, self.rank, self.splits[-1])
+            q, k, v = taken_features(shared, x.shape[:2], self.num_heads, self.rank, self.splits[-1])
         else:
             parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
             if self.query_init == "key":

@@ -20,6 +20,7 @@ from halflife.layers.tpe import Toeplitz
 from halflife.models.choices import mlp_of, norm_of, tpe_of
 from halflife.models.config import ModelConfig
 from halflife.models.loss import logits_of
+from halflife.ops.backends.dispatch import beside
 from halflife.ops.linear import cast_weights
 from halflife.packing import Packing
 from halflife.registry import taken
@@ -132,6 +133,7 @@ class Backbone(nn.Module):
     tpe: Toeplitz | None
     blocks: nn.ModuleList
     norm: nn.Module
+    pass_backend = "auto"  # of the loss, see `parts.set_backend`
     context_parallel: Any = None  # a `halflife.parallel.ContextParallel`, if ids are pieces on several processes
 
     def hidden(
@@ -238,8 +240,10 @@ class LanguageModel(Backbone):
         self.norm = norm_of(config)
         # A tied head adds no parameter: the weight is one tensor with one name in a checkpoint.
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        backend = config.mixer_options.get("backend", "auto")
+        self.pass_backend = beside(backend)
         for part in (self.embedding_norm, self.norm):
-            set_backend(part, config.mixer_options.get("backend", "auto"))
+            set_backend(part, backend)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

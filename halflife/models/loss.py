@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from halflife.ops.cross_entropy import cross_entropy, losses_and_errors, takes_place, widened
 from halflife.ops.linear import weight_of
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
-# 512 MiB. A GPU reads the head and adds to its gradient once a chunk (2 GB of a vocabulary of 128,256 and a width of
-# 1,024), which products with fewer tokens do not hide.
-GPU_LOGITS = 1 << 27
+# A GPU reads the head and adds to its gradient once a chunk (2 GB of a vocabulary of 128,256 and a width of 1,024),
+# which products with fewer tokens do not hide. So it holds 512 MiB of float32 logits beside what torch makes of them,
+# or 1 GiB of logits whose gradients take their place.
+GPU_LOGITS, IN_PLACE = 1 << 27, 1 << 30
 # A CPU is fastest with logits that its cache holds (8 MiB), but a large head is to be read for many tokens at once.
 CACHED_LOGITS, MANY_TOKENS = 1 << 21, 512
 
@@ -39,11 +41,11 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.linear(hidden, weight)
 
 
-def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tensor:
+def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor, backend: str = "auto") -> Tensor:
     """Return the mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
 
-    The logits of up to `tokens_at_once` tokens are computed at once. More are computed by `ChunkedLoss`; its gradients
-    cannot be differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its
+    The logits of few tokens are computed at once. More are computed by `ChunkedLoss`; its gradients cannot be
+    differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its
     chunks take 5 to 13 times as long, and for bfloat16 its loss is off by 15 % (docs/benchmarks.md).
 
     Args:
@@ -51,19 +53,26 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tenso
         head: the weight of the head, `[V, D]`, or the head itself. One that is no plain `nn.Linear` without hooks (an
             adapter or a quantised map) is called, and its logits are computed again in the backward pass.
         labels: `[N]`, int64; those of −100 count for nothing. Without any other the loss is 0.
+        backend: of the loss from logits, see `ops.cross_entropy`.
     """
     hidden, labels = _scored(hidden, labels)
     weight = _plain_weight(head)
     if weight is None:
-        return _recomputed_loss(hidden, head, labels)
-    if len(hidden) <= tokens_at_once(len(weight), hidden.device.type):
-        return F.cross_entropy(_wide(logits_of(hidden, weight)), labels, reduction="sum") / _number(labels)
+        return _recomputed_loss(hidden, head, labels, backend)
+    if len(hidden) <= min(tokens_at_once(len(weight), hidden.device.type), max(1, LOGITS // len(weight))):
+        return _sum_of_losses(logits_of(hidden, weight), labels, backend) / _number(labels)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        loss: Tensor = ChunkedLoss.apply(hidden, weight.to(hidden.dtype), labels)  # pyright: ignore[reportAssignmentType]
+        loss: Tensor = ChunkedLoss.apply(hidden, weight.to(hidden.dtype), labels, backend)  # pyright: ignore[reportAssignmentType]
     return loss
+
+
+def _sum_of_losses(logits: Tensor, labels: Tensor, backend: str) -> Tensor:
+    if logits.is_cpu:
+        return F.cross_entropy(widened(logits), labels, reduction="sum")
+    return cross_entropy(logits, labels, IGNORED, backend).sum()
 
 
 def _scored(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,11 +87,11 @@ def _plain_weight(head: Tensor | nn.Module) -> Tensor | None:
     return head if isinstance(head, Tensor) else weight_of(head)
 
 
-def _recomputed_loss(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
+def _recomputed_loss(hidden: Tensor, head: Any, labels: Tensor, backend: str) -> Tensor:
     """The mean loss for any head, which is called once a chunk of tokens, and again in the backward pass."""
 
     def part(hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(_wide(head(hidden)), labels, reduction="sum")
+        return _sum_of_losses(head(hidden), labels, backend)
 
     rows = _rows(head, hidden)
     chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
@@ -104,16 +113,16 @@ def token_losses(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Te
     read: Any = head if weight is None else partial(logits_of, weight=weight)
     rows = _rows(head, hidden)
     pairs = zip(hidden.split(rows), labels.split(rows), strict=True)
-    return torch.cat([F.cross_entropy(_wide(read(h)), y, reduction="none", ignore_index=IGNORED) for h, y in pairs])
+    return torch.cat([cross_entropy(read(h), y, IGNORED) for h, y in pairs])
 
 
-def _wide(logits: Tensor) -> Tensor:
-    """The logits in float32, or in their precision if that is higher."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def tokens_at_once(vocabulary: int, device: str, in_place: int = 0) -> int:
+    """The number of tokens whose logits are computed at once on a type of device.
 
-
-def tokens_at_once(vocabulary: int, device: str) -> int:
-    """The number of tokens whose logits are computed at once on a type of device."""
+    `in_place` are the bytes of a logit whose gradient takes its place, or 0.
+    """
+    if in_place:
+        return max(1, IN_PLACE // in_place // vocabulary)
     most = max(1, (GPU_LOGITS if device == "cuda" else LOGITS) // vocabulary)
     return min(most, max(MANY_TOKENS, CACHED_LOGITS // vocabulary)) if device == "cpu" else most
 
@@ -132,28 +141,38 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        loss = _wide(hidden.new_zeros(()))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, backend: str = "auto") -> Tensor:
+        place = hidden.dtype.itemsize if takes_place(hidden, labels, backend) else 0
+        number = _number(labels).to(widened(weight[:0]).dtype)
+        # 1 / number would be lost to float16 before the sums. A power of two is a factor of their results.
+        mantissa, exponent = torch.frexp(number)
+        factor, power = 1 / mantissa, torch.exp2(-exponent.to(number.dtype))
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_weight = torch.zeros_like(weight, dtype=loss.dtype) if ctx.needs_input_grad[1] else None
-        rows, counts, number = _rows(weight, hidden), (labels != IGNORED).unsqueeze(1), _number(labels)
-        for first in range(0, len(hidden), rows):
-            part, share = hidden[first : first + rows], counts[first : first + rows].to(loss.dtype) / number
-            target = labels[first : first + rows].unsqueeze(1).clamp_min(0)
-            log_p = _wide(logits_of(part, weight)).log_softmax(-1)
-            loss -= (log_p.gather(1, target) * share).sum()
-            error = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0)).mul_(share)
-            narrow = error.to(hidden.dtype)
+        to_weight = torch.zeros_like(weight, dtype=number.dtype) if ctx.needs_input_grad[1] else None
+        rows, nats = tokens_at_once(len(weight), hidden.device.type, place), []
+        for first in range(0, max(1, len(hidden)), rows):
+            part = hidden[first : first + rows]
+            losses, errors = losses_and_errors(
+                logits_of(part, weight), labels[first : first + rows], factor, IGNORED, backend
+            )
+            nats.append(losses)
             if to_hidden is not None:
-                to_hidden[first : first + rows] = narrow @ weight
+                torch.mm(errors, weight, out=to_hidden[first : first + rows])
             if to_weight is not None:
-                to_weight += narrow.T @ part
-            del log_p, error, narrow  # before the logits of the next chunk
-        ctx.save_for_backward(to_hidden, None if to_weight is None else to_weight.to(weight.dtype))
-        return loss
+                to_weight += errors.T @ part
+            del errors  # before the logits of the next chunk
+        ctx.save_for_backward(to_hidden, None if to_weight is None else _times(to_weight, power, weight.dtype), power)
+        return torch.cat(nats).sum() / number
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        to_hidden, to_weight = (None if x is None else x * gradient.to(x.dtype) for x in ctx.saved_tensors)
-        return to_hidden, to_weight, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        to_hidden, to_weight, power = ctx.saved_tensors
+        if to_hidden is not None:
+            to_hidden = _times(to_hidden, gradient * power, to_hidden.dtype)
+        return to_hidden, None if to_weight is None else _times(to_weight, gradient, to_weight.dtype), None, None
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x · factor` in `dtype`. The factor has an axis, so that it is not rounded to the dtype of x before."""
+    return torch.mul(x, factor.view(1), out=torch.empty_like(x, dtype=dtype))

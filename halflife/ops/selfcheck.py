@@ -190,6 +190,7 @@ def _cases(length: int) -> Iterator[tuple[str, str, dict[str, Tensor], dict[str,
                 x = -x.exp()
             elif shape.dtype == "int":
                 x = torch.arange(1.0, x.shape[1] + 1, dtype=x.dtype).expand(x.shape)
+                x = x % known["V"] if name == "labels" else x
             elif name == "k":
                 x = F.normalize(x, dim=-1)
             elif len(shape.choices[0]) == 3 and shape.choices[0][-1][0] == "H":  # a strength or a step

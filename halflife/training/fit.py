@@ -82,7 +82,8 @@ class Objective(nn.Module):
             self.model.context_parallel = None  # what reads the model beside the training has whole rows
         if carried is not None:
             self.carried.after(carried, after)
-        loss = mean_loss(hidden.flatten(0, 1), self.model.head_or_weight, labels.flatten())
+        head, backend = self.model.head_or_weight, self.model.pass_backend
+        loss = mean_loss(hidden.flatten(0, 1), head, labels.flatten(), backend)
         scored = (labels != IGNORED).sum()
         return {"loss": loss if num_items_in_batch is None else loss * (scored / num_items_in_batch)}
 

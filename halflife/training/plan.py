@@ -122,11 +122,11 @@ class Needs:
     def activations(self, tokens: float) -> float:
         """Bytes that a piece holds at most, in the backward pass of the blocks or in the loss.
 
-        The loss has what the blocks have saved, its gradient, and three tensors of as many logits as it holds at once.
+        The loss has what the blocks have saved, its gradient, and as many logits as it holds at once.
         With `recompute`, the inputs of the blocks and one block are held.
         """
         saved, inputs = self.costs.saved.at(tokens), self.width * WORD * tokens
-        logits = 3 * WORD * self.vocabulary * min(tokens, tokens_at_once(self.vocabulary, "cuda"))
+        logits = WORD * self.vocabulary * min(tokens, tokens_at_once(self.vocabulary, "cuda", WORD))
         if not self.recompute:
             return max(self.peak.at(tokens), saved + inputs + logits)
         others = (self.layers - 1) / self.layers * saved

@@ -6,7 +6,7 @@ Those of linear attention are in `linear.py` and `vector/`, those of the delta r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,16 @@ from halflife.ops.backends.triton.vector import vector_host as vector
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
 
 
-def declare(name: str, host: Callable[..., Any]) -> Any:
-    """Declare the op `halflife::name`, whose schema is the signature of its host code.
+def declare(name: str, host: Callable[..., Any], mutates_args: Sequence[str] = ()) -> Any:
+    """Declare the op `halflife::name`, whose schema is the signature of its host code. It writes to `mutates_args`.
 
     A compiler sees the launches inside. It cannot see those of Triton's interpreter, where the op is a black box.
     """
     if interpreted():
-        op = torch.library.custom_op(f"halflife::{name}", host, mutates_args=())
+        op = torch.library.custom_op(f"halflife::{name}", host, mutates_args=mutates_args)
         op.register_fake(host)
     else:
-        op = torch.library.triton_op(f"halflife::{name}", host, mutates_args=())
+        op = torch.library.triton_op(f"halflife::{name}", host, mutates_args=mutates_args)
     HOST[getattr(torch.ops.halflife, name).default] = host
     return op
 
