@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,26 @@ def post_parts() -> Figure:
             draw_seeds(axes, order.index(part), 100 * (own - of_base), look, "")
         axes.axvline(0, **REFERENCE_LINE)
     figure.supxlabel("points of 32 pairs at 4 T", fontsize="medium")
+    return figure
+
+
+@styled
+def post_review() -> Figure:
+    """Draw the logarithm of the error against N / log t, with its fit over all t, for each form of PoST."""
+    data = read_json(RESULTS / "post_review.json")
+    figure = Figure(figsize=(PAGE_WIDTH, 2.6), layout="constrained")
+    kinds = list(data["fits"])
+    for axes, kind in zip(figure.subplots(1, len(kinds), sharex=True, sharey=True), kinds, strict=True):
+        points = [(p["T"], p["N"] / math.log(p["t"]), p["error"]) for p in data["points"] if p["model"] == kind]
+        for look, train in zip(model_styles("ab").values(), (16, 32), strict=True):
+            x, errors = zip(*((x, error) for t, x, error in points if t == train), strict=True)
+            axes.plot(x, errors, look.marker, color=look.color, label=f"T = {train}", linestyle="")
+        constant, slope = data["fits"][kind]["all t"]["N / log t"]["coefficients"]
+        ends = np.array([min(x for _, x, _ in points), max(x for _, x, _ in points)])
+        axes.plot(ends, np.exp(constant + slope * ends), "k-", linewidth=0.8)
+        axes.set(title=kind, xlabel="N / log t", yscale="log")
+    figure.axes[0].set(ylabel="error")
+    name_looks(figure, figure.axes[0])
     return figure
 
 
@@ -253,8 +274,8 @@ def stretched(part: str) -> str:
 
 
 PICTURES = (
-    post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, recall, speed, scale_lengths,
-    scale_costs,
+    post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, post_review, recall, speed,
+    scale_lengths, scale_costs,
 )  # fmt: skip
 
 

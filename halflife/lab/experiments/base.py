@@ -174,6 +174,18 @@ class Experiment:
         check_layers_act(config)
         return config
 
+    def check_used(self, name: str, settings: Any, without: Any, cells: Sequence[Cell]) -> None:
+        """Raise a ValueError if a setting makes no cell another than it is `without` it."""
+        if (given := getattr(settings, name)) == getattr(without, name):
+            return
+        for cell in cells:
+            try:
+                if self.configure(without, cell) != self.configure(settings, cell):
+                    return
+            except ValueError:  # without the setting there is no such model
+                return
+        raise ValueError(f"{name}={given!r} changes nothing here: the names of the models and their tasks choose it")
+
     def saved_settings(self, folder: Path) -> Any:
         """The settings that a comparison was run with, from its `config.json`."""
         return self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])

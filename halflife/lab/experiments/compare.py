@@ -178,24 +178,11 @@ def plan_comparison(
         check_parts([chosen.configure(plain, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():
         plan.configure(cell)
+    cells = [Cell(model, own[0], 0) for model, own in rates.items()]
     for name in settings or {}:
-        _check_used(plan, name, chosen.settings_at(scale, {key: x for key, x in changes.items() if key != name}))
+        without = chosen.settings_at(scale, {key: x for key, x in changes.items() if key != name})
+        chosen.check_used(name, resolved, without, cells)
     return plan
-
-
-def _check_used(plan: Comparison, name: str, without: ExperimentSettings) -> None:
-    """Raise a ValueError if a setting that was given changes no model of the comparison."""
-    given, other = getattr(plan.settings, name), dataclasses.replace(plan, settings=without)
-    if given == getattr(without, name):
-        return
-    for model, rates in plan.learning_rates.items():
-        cell = Cell(model, rates[0], 0)
-        try:
-            if other.configure(cell) != plan.configure(cell):
-                return
-        except ValueError:  # without the setting there is no such model
-            return
-    raise ValueError(f"{name}={given!r} changes nothing here: the names of the models and their tasks choose it")
 
 
 def _check_count(seeds: int) -> None:
