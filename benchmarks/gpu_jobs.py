@@ -69,7 +69,7 @@ def backends_of(name: str, whose: str = "all") -> list[str]:
     if not OPS[name][0]:
         return [] if whose == "fla" else ["SDPA"]
     known = backends.registered(OPS[name][0])
-    ours = "triton" if "triton" in known and name != "delta_rule, vector" else "chunked"
+    ours = "triton" if "triton" in known else "chunked"
     return parity.chosen([ours, *(["fla"] if "fla" in known else [])], None if whose == "all" else whose == "fla")
 
 

@@ -286,6 +286,12 @@ def test_a_card_is_known_by_its_tensor_cores(arch, kind, monkeypatch):
     assert segments.architecture() == kind
 
 
+@pytest.mark.parametrize(("kind", "states", "stages"), [("ampere", 2, 1), ("ampere", 1, 2), ("hopper", 2, 2)])
+def test_the_largest_states_fit_99_kb_of_shared_memory(kind, states, stages, monkeypatch):
+    monkeypatch.setattr(delta, "architecture", lambda: kind)
+    assert delta.settings_of("gradients", 256, 256, torch.bfloat16, states, 32).stages == stages
+
+
 def test_channels_of_one_tensor():
     """Queries, keys and values that are slices of one tensor are not copied first."""
     arguments = single("linear", "scalar", 20, heads=2, batch=2)

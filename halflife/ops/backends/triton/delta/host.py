@@ -32,7 +32,9 @@ def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int
     """The settings of a kernel whose chunks have at most `most` tokens: a walk to "out" or "states", or "gradients"."""
     chunk, exact = min(CHUNK, most), dtype == torch.float32
     if kind == "gradients":
-        return Settings(chunk, 16, block(value, 256), 4 if value <= 128 else 8, 1 if exact else 2)
+        # Two stages of two states of 256 × 256 need 115 kB of shared memory, and many cards have 99.
+        single = exact or (states == 2 and value > 128 and architecture() == "ampere")
+        return Settings(chunk, 16, block(value, 256), 4 if value <= 128 else 8, 1 if single else 2)
     largest = max(key, value)
     columns = _COLUMNS[states][bool(largest > 64) + bool(largest > 128)]
     if (kind, states) == ("out", 1) and largest <= 64 and not exact and architecture() == "hopper":
