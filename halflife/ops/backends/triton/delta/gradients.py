@@ -58,11 +58,14 @@ def gradients_kernel(
     dq += (token * H + h) * K
     dk += (token * H + h) * K
 
-    # U, and Rᵀ
+    # U, Rᵀ, and what states and their gradients give; the last here, where registers are free
     read = tl.zeros([C, BV], tl.float32)
     met = tl.zeros([BV, C], tl.float32)
     read_slowly = tl.zeros([C, BV], tl.float32)
     met_slowly = tl.zeros([BV, C], tl.float32)
+    passed = tl.zeros([BV], tl.float32)
+    joins = passed
+    stayed = passed
     scores = tl.zeros([C, C], tl.float32)
     overlap = tl.zeros([C, C], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
@@ -73,13 +76,21 @@ def gradients_kernel(
         overlap = product(ks, tl.trans(ks), overlap, PRECISION)
         state = load_scaled(entering, power, vv, kk, there, K, WHOLE)
         read = product(ks, tl.trans(state), read, PRECISION)
-        state = load_scaled(leaving, dpower, vv, kk, there, K, WHOLE)
-        met = product(state, tl.trans(ks), met, PRECISION)
+        dstate = load_scaled(leaving, dpower, vv, kk, there, K, WHOLE)
+        met = product(dstate, tl.trans(ks), met, PRECISION)
+        if MODE != 0:
+            passed += tl.sum(state * dstate, 1)
         if MODE == 2:
-            state = load_scaled(entering + K * V, power + SCALED, vv, kk, there, K, WHOLE)
-            read_slowly = product(ks, tl.trans(state), read_slowly, PRECISION)
-            state = load_scaled(leaving + K * V, dpower + SCALED, vv, kk, there, K, WHOLE)
-            met_slowly = product(state, tl.trans(ks), met_slowly, PRECISION)
+            dslow = load_scaled(leaving + K * V, dpower + SCALED, vv, kk, there, K, WHOLE)
+            met_slowly = product(dslow, tl.trans(ks), met_slowly, PRECISION)
+            joins += tl.sum(state * dslow, 1)
+            slow = load_scaled(entering + K * V, power + SCALED, vv, kk, there, K, WHOLE)
+            read_slowly = product(ks, tl.trans(slow), read_slowly, PRECISION)
+            stayed += tl.sum(slow * dslow, 1)
+    kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
+    kept *= tl.sum(passed)
+    joined *= tl.sum(joins)
+    stays *= tl.sum(stayed)
     strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
     weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
     left, left_slow = stored_leaves(at, H * TOKENS, cc, inside, size, C, MODE)
@@ -100,7 +111,7 @@ def gradients_kernel(
     dstrength = tl.sum(rs * tl.trans(vs).to(tl.float32), 0)
 
     # dSᵀ and Wᵀ
-    decays = stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE, True)
+    decays = tl.trans(decays)
     dscores = product(us, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION) * decays * scale
     system = product(us, rs, tl.zeros([C, C], tl.float32), PRECISION)
     system = tl.where(cc[:, None] < cc[None, :], -system * decays, 0.0)
@@ -133,13 +144,9 @@ def gradients_kernel(
         dqs += tl.trans(product(tl.trans(ks), dscores, tl.zeros([BK, C], tl.float32), PRECISION))
         store(dq, dqs, cc, kk, inside, H * K, K, WHOLE)
 
-    # dK, and what states and their gradients give
+    # dK
     left_fast = tl.zeros([C], tl.float32)
     left_slowly = tl.zeros([C], tl.float32)
-    kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
-    passed = 0.0
-    joins = 0.0
-    stayed = 0.0
     for start in tl.range(0, K, BK, num_stages=STAGES):
         kk = start + tl.arange(0, BK)
         ks = load(k, cc, kk, inside, KT, K, WHOLE)
@@ -156,12 +163,9 @@ def gradients_kernel(
         if MODE != 0:
             read_fast += through * strength
             left_fast += tl.sum(dks * ks.to(tl.float32), 1)
-            passed += kept * tl.sum(state * dstate)
         if MODE == 2:
             dstate = load_scaled(leaving + K * V, dpower + SCALED, vv, kk, there, K, WHOLE)
-            joins += joined * tl.sum(state * dstate)
             state = load_scaled(entering + K * V, power + SCALED, vv, kk, there, K, WHOLE)
-            stayed += stays * tl.sum(state * dstate)
             more = product(us, dstate, tl.zeros([C, BK], tl.float32), PRECISION) * left_slow[:, None]
             left_slowly += tl.sum(more * ks.to(tl.float32), 1)
             dks += more
@@ -178,12 +182,12 @@ def gradients_kernel(
     if MODE == 2:
         reset = (tl.load(g_slow + rows, mask=inside, other=0.0) != 0).to(tl.int32)
         grad_slow, grad_fast = log_grads_of_sums(
-            within, across, gone, read_fast, read_slow, left_fast, left_slowly, passed + joins, joins, stayed, reset,
+            within, across, gone, read_fast, read_slow, left_fast, left_slowly, kept + joined, joined, stays, reset,
             seg, C,
         )  # fmt: skip
         put_log_grad(dg_slow, grad_slow, g_slow, rows, inside)
         put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
     elif MODE == 1:
         later = cc[:, None] >= cc[None, :]  # [i, t]; sums in which nothing cancels
-        grad_fast = tl.sum(tl.where(later, (within + read_fast)[:, None], left_fast[:, None]), 0) + passed
+        grad_fast = tl.sum(tl.where(later, (within + read_fast)[:, None], left_fast[:, None]), 0) + kept
         put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)

@@ -19,9 +19,13 @@ from halflife.ops.backends.triton.walks import load, store
 @triton.jit
 @no_type_check
 def split(x):
-    """Split a float32 `x` into two bfloat16 numbers, high and low."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    """Split a float32 `x` into two bfloat16 numbers, high and low.
+
+    High is rounded as an integer, which a GPU does in a third of the time of a conversion.
+    """
+    bits = (x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, (x - bits.to(tl.float32, bitcast=True)).to(tl.bfloat16)
 
 
 @triton.jit
