@@ -24,7 +24,10 @@ ROWS = 16  # channels of a program of gradients; 32 spill 300 times
 
 
 class Reduced(NamedTuple):
-    """The chunks of a call, in the letters of `reduced.py`; the last four are for the backward pass alone."""
+    """The chunks of a call, in the letters of `reduced.py`; the last four are for the backward pass alone.
+
+    Without b, `m` is Z.
+    """
 
     w: Tensor
     b: Tensor
@@ -45,7 +48,7 @@ class Operands(NamedTuple):
     k: Tensor
     v: Tensor
     a: Tensor
-    b: Tensor
+    b: Tensor | None  # None is k
     g: Tensor | None
     scale: float
     segments: Segments
@@ -91,13 +94,13 @@ class Operands(NamedTuple):
 
 
 def _operands(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, chunk_size: int,
 ) -> Operands:  # fmt: skip
     batch, length, heads, value = v.shape
     most = block(min(chunk_size, length))
     segments = make_segments(batch, length, cu_seqlens, most, heads * triton.cdiv(value, 64))
-    a, b, g = a.contiguous(), b.contiguous(), None if g is None else g.contiguous()
+    a, (b, g) = a.contiguous(), (None if x is None else x.contiguous() for x in (b, g))
     return Operands(
         rows_of(q), rows_of(k), rows_of(v), a, b, g, scale, segments,
         min(EXACT_CHUNK if q.dtype == torch.float32 else CHUNK, most),
@@ -115,14 +118,16 @@ def reduce(x: Operands, back: bool) -> Reduced:
     kept = x.q.new_empty(rows, heads, key, dtype=torch.float32)
     found = Reduced(new(key), new(key), new(key), new(key), new(x.chunk), kept)
     if back:
-        found = found._replace(a=new(key), solved_b=new(key), m=new(x.chunk), n=new(x.chunk))
+        found = found._replace(a=new(key), m=new(x.chunk))
+    if back and x.b is not None:
+        found = found._replace(solved_b=new(key), n=new(x.chunk))
     if x.chunks * heads:
         table, *places = x.places()
         launch(reduce_kernel, (x.chunks, heads))(
             x.q, x.k, x.a, x.b, x.g, *found, table, x.scale, *places, *x.shared(), **x.constants(), BK=16,
             num_warps=2,
         )  # fmt: skip
-    return found
+    return found if x.b is not None else found._replace(solved_b=found.k, n=found.pairs)
 
 
 def _walk(
@@ -144,22 +149,22 @@ def _walk(
 
 
 def _scores(x: Operands, do: Tensor, solved: Tensor, adjoint: Tensor) -> Tensor:
-    """The gradients of the scores of all chunks, in the order qk, qb, ak, ab."""
+    """The gradients of the scores of all chunks, in the order qk, qb, ak, ab; without b of qk, ak."""
     batch, length, heads, value = x.v.shape
     count = batch * length // x.chunk + x.segments.count
-    dscores = x.q.new_empty(count, heads, 4, x.chunk, x.chunk, dtype=x.narrow)
+    dscores = x.q.new_empty(count, heads, 2 if x.b is None else 4, x.chunk, x.chunk, dtype=x.narrow)
     if x.chunks * heads:
         table, *places = x.places()
         launch(scores_kernel, (x.chunks, heads))(
-            x.v, do, solved, adjoint, dscores, table, x.scale, *places, *x.v.stride()[1:3], value, x.chunk,
-            precision_of(x.q), block(value), num_warps=4,
+            do, None if x.b is None else x.v, solved, adjoint, dscores, table, x.scale, *places, *x.v.stride()[1:3],
+            value, x.chunk, precision_of(x.q), block(value), num_warps=4,
         )  # fmt: skip
     return dscores
 
 
 def _inputs(
-    x: Operands, back: bool, values: Tensor, corrected: Tensor, dscores: Tensor, states: Tensor, others: Tensor | None,
-    *grads: Tensor | None,
+    x: Operands, back: bool, values: Tensor, corrected: Tensor | None, dscores: Tensor, states: Tensor,
+    others: Tensor | None, *grads: Tensor | None,
 ) -> None:  # fmt: skip
     """The gradients of q and a and a part of that of g, or those of k, b and g (`back`)."""
     batch, length, heads, value = x.v.shape
@@ -185,10 +190,12 @@ def _join(x: Operands, update: Tensor, transition: Tensor, first: Tensor, back: 
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, initial: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs, the final states, and of segments the entering states and how they change states.
+
+    No b is k.
 
     The last two are empty where each sequence is one segment, and else go to `backward`.
     """
@@ -208,10 +215,14 @@ def forward(
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, initial: Tensor, entering: Tensor,
-    transition: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, a, b, the log-decays and the initial states; of q and k head by head."""
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor,
+    entering: Tensor, transition: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor,
+    dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, a, b, the log-decays and the initial states; of q and k head by head.
+
+    Without b, that of k has both parts.
+    """
     x = _operands(q, k, v, a, b, g, cu_seqlens, scale, chunk_size)
     chunks, heads, states, dstates = reduce(x, back=True), v.shape[2], x.new_states(), x.new_states()
     solved, adjoint = (torch.empty_like(do, dtype=x.narrow) for _ in range(2))
@@ -225,7 +236,8 @@ def gradients(
         _walk(x, chunks, do, None, back=True, leaving=update)
         (after, dinitial), before = _join(x, update, transition, dfinal, back=True), None
     _walk(x, chunks, do, after, back=True, out=dv, leaving=before, solved=adjoint, states=dstates)
-    dq, dk, da, db = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(x.a), torch.empty_like(x.b)
+    dq, dk, da = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(x.a)
+    db = None if x.b is None else torch.empty_like(x.b)
     dg = partial = None
     if x.g is not None:  # of a scalar log-decay each block of channels has its part
         shape = (triton.cdiv(q.shape[3], ROWS), *x.g.shape) if x.g.ndim == 3 else x.g.shape
@@ -233,13 +245,14 @@ def gradients(
         dg = None if x.g.ndim == 3 else torch.empty_like(x.g)
     dscores = _scores(x, do, solved, adjoint)
     _inputs(x, False, do, adjoint, dscores, states, None, dq, da, partial, None)
-    _inputs(x, True, x.v, solved, dscores, dstates, states, dk, db, partial, dg)
+    both = (solved, None) if x.b is None else (x.v, solved)
+    _inputs(x, True, *both, dscores, dstates, states, dk, db, partial, dg)
     if x.g is not None and dg is None and partial is not None:
         dg = partial.sum(0).to(x.g.dtype)
     return dq, dk, dv, da, db, dg, dinitial
 
 
-def backward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+def backward(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     """Return the `gradients` of a call, in the shapes of its tensors."""
     dq, dk, dv, da, db, dg, dinitial = gradients(q, k, *rest)
     return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, da, db, dg, dinitial

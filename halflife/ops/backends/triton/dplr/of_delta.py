@@ -1,9 +1,10 @@
 """The delta rule under a vector decay (KDA) as DPLR, in one pass over its inputs before and one over gradients after.
 
 From `S ← diag(e^g) S + β k (v − (e^g ⊙ k)ᵀ S)ᵀ` follow `b = k`, `a = −β e^g ⊙ k` and values `β v`. So keys are not
-rounded again, and keep their groups. With the gradients of DPLR's k, b, a, values and g, which have a bar below,
+rounded again, and keep their groups. DPLR's kernels get no b, and compute scores with keys once in place of twice. With
+the gradients of DPLR's k and b together, a, values and g, which have a bar below,
 
-    dk = k̄ + b̄ − β e^g ⊙ ā,   dg = ḡ + a ⊙ ā,   dv = β v̄,   dβ = v · v̄ − (e^g ⊙ k) · ā.
+    dk = k̄ − β e^g ⊙ ā,   dg = ḡ + a ⊙ ā,   dv = β v̄,   dβ = v · v̄ − (e^g ⊙ k) · ā.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.linear import rows_of
 from halflife.ops.backends.triton.segments import block
 from halflife.ops.backends.triton.walks import load, store
-from halflife.ops.chunked.groups import each_head, sum_of_heads
+from halflife.ops.chunked.groups import sum_of_heads
 
 TILE = 2048  # entries of a program
 
@@ -56,7 +57,7 @@ def _inputs_kernel(
 @triton.jit
 @no_type_check
 def _gradients_kernel(
-    k, v, beta, g, da, db, dk, dv, dg, dbeta, tokens, H: tl.constexpr, SK: tl.constexpr, KT: tl.constexpr,
+    k, v, beta, g, da, dk, dv, dg, dbeta, tokens, H: tl.constexpr, SK: tl.constexpr, KT: tl.constexpr,
     KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +70,6 @@ def _gradients_kernel(
     through *= load(da + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32)
     met = through * keys
     of_keys = load(dk + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32) - strength[:, None] * through
-    of_keys += load(db + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32)
     store(dk + h * K, of_keys, rows, kk, inside, H * K, K, BK)
     of_decays = load(dg + h * K, rows, kk, inside, H * K, K, BK).to(tl.float32) - strength[:, None] * met
     store(dg + h * K, of_decays, rows, kk, inside, H * K, K, BK)
@@ -104,7 +104,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what DPLR returns, and its rows a and values."""
     a, values = as_dplr(k, v, beta, g)
-    found = dplr.forward(q, k, values, a, each_head(k, v.shape[2], 2), g, initial, cu_seqlens, scale, chunk_size)
+    found = dplr.forward(q, k, values, a, None, g, initial, cu_seqlens, scale, chunk_size)
     return *found, a, values
 
 
@@ -113,11 +113,11 @@ def backward(
     a: Tensor, values: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, beta, the log-decays and the initial states."""
-    b, rest = each_head(k, v.shape[2], 2), (initial, entering, transition, cu_seqlens, scale, chunk_size, do, dfinal)
-    dq, dk, dv, da, db, dg, dinitial = dplr.gradients(q, k, values, a, b, g, *rest)
+    rest = initial, entering, transition, cu_seqlens, scale, chunk_size, do, dfinal
+    dq, dk, dv, da, _, dg, dinitial = dplr.gradients(q, k, values, a, None, g, *rest)
     assert dg is not None
     dbeta, even_k, even_v = torch.empty_like(beta), rows_of(k), rows_of(v)
     programs, sizes = _sizes(even_k, even_v)
     if programs:
-        launch(_gradients_kernel, (programs,))(even_k, even_v, beta, g, da, db, dk, dv, dg, dbeta, *sizes)
+        launch(_gradients_kernel, (programs,))(even_k, even_v, beta, g, da, dk, dv, dg, dbeta, *sizes)
     return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dbeta, dg, dinitial

@@ -13,7 +13,10 @@ The backward pass has the same form from the end, with the gradient G of the sta
     R = B̂ G + Nᵀ dO,        B̂ = Zᵀ b̃,           N = A_qb Z,
     dV = K̂ G + Pᵀ dO,       G ← e^{c_C} G + ãᵀ (B̂ G) + Q̂ᵀ dO.
 
-R is the adjoint of U's system. The inverse is exact float32.
+R is the adjoint of U's system. The inverse is exact float32. Where b is k (KDA), `A_ab = A_ak` and `A_qb = A_qk`, so
+with the written values Y = U + V
+
+    Y = W S + Z V,          P = N = A_qk Z,          K̂ = B̂ = Zᵀ k̃.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ def reduce_kernel(
     KH: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, MODE: tl.constexpr,
     PRECISION: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """W, b̃, K̂, Q̂, P and e^{c_C} (`reads` to `kept`) of one chunk and head; ã, B̂, M, N if they are not None."""
+    """W, b̃, K̂, Q̂, P and e^{c_C} (`reads` to `kept`) of one chunk and head; ã, B̂, M, N if they are not None.
+
+    No b is k. Then `inner` is Z, and B̂ and N are K̂ and P.
+    """
     WHOLE: tl.constexpr = K if K % BK == 0 else BK
     h = tl.program_id(1)
     token, size, slot = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
@@ -76,10 +82,12 @@ def reduce_kernel(
         kk = start + tl.arange(0, BK)
         gs = load_log_decays(g, token, h, cc, kk, inside, H, K, C, BK, MODE, PRECISION == "ieee")
         kt = tl.trans(load(k, cc, kk, inside, KT, K, WHOLE))
-        bt = tl.trans(load(b + row, cc, kk, inside, H * K, K, WHOLE))
+        if b is not None:
+            bt = tl.trans(load(b + row, cc, kk, inside, H * K, K, WHOLE))
         qs = load(q, cc, kk, inside, QT, K, WHOLE).to(tl.float32)
         gave = load(a + row, cc, kk, inside, H * K, K, WHOLE).to(tl.float32)
-        qb += tl.where(ii == jj, tl.sum(qs * tl.trans(bt).to(tl.float32), 1)[:, None], 0.0)
+        if b is not None:
+            qb += tl.where(ii == jj, tl.sum(qs * tl.trans(bt).to(tl.float32), 1)[:, None], 0.0)
         qk += tl.where(ii == jj, tl.sum(qs * tl.trans(kt).to(tl.float32), 1)[:, None], 0.0)
         qs *= tl.exp(gs.to(tl.float32))
         mild, passes, limit = passes_of(add_up(jj <= ii, gs, PRECISION), LEVELS, PRECISION)
@@ -94,21 +102,30 @@ def reduce_kernel(
             x = factor(gave * weights, q.dtype.element_ty)
             keys = factor(kt.to(tl.float32) * left, q.dtype.element_ty)
             ak += tl.where(here, product(x, keys, none, PRECISION), 0.0)
-            wrote = factor(bt.to(tl.float32) * left, q.dtype.element_ty)
-            ab += tl.where(here, product(x, wrote, none, PRECISION), 0.0)
+            if b is not None:
+                wrote = factor(bt.to(tl.float32) * left, q.dtype.element_ty)
+                ab += tl.where(here, product(x, wrote, none, PRECISION), 0.0)
             x = factor(qs * weights, q.dtype.element_ty)
             qk += tl.where(here, product(x, keys, none, PRECISION), 0.0)
-            qb += tl.where(here, product(x, wrote, none, PRECISION), 0.0)
+            if b is not None:
+                qb += tl.where(here, product(x, wrote, none, PRECISION), 0.0)
     qb *= scale
     qk *= scale
-    solved = unit_lower_inverse(-ab, C)
-    from_keys = product(solved, ak, tl.zeros([C, C], tl.float32), PRECISION)
     near = (token * H + h) * C
-    store(pairs + near, product(qb, from_keys, qk, PRECISION), cc, cc, inside, H * C, C, C)
-    to_outputs = product(qb, solved, tl.zeros([C, C], tl.float32), PRECISION)
-    if inner is not None:
-        store(inner + near, from_keys, cc, cc, inside, H * C, C, C)
-        store(outer + near, to_outputs, cc, cc, inside, H * C, C, C)
+    if b is None:
+        solved = unit_lower_inverse(-ak, C)
+        to_outputs = product(qk, solved, tl.zeros([C, C], tl.float32), PRECISION)
+        store(pairs + near, to_outputs, cc, cc, inside, H * C, C, C)
+        if inner is not None:
+            store(inner + near, solved, cc, cc, inside, H * C, C, C)
+    else:
+        solved = unit_lower_inverse(-ab, C)
+        from_keys = product(solved, ak, tl.zeros([C, C], tl.float32), PRECISION)
+        store(pairs + near, product(qb, from_keys, qk, PRECISION), cc, cc, inside, H * C, C, C)
+        to_outputs = product(qb, solved, tl.zeros([C, C], tl.float32), PRECISION)
+        if inner is not None:
+            store(inner + near, from_keys, cc, cc, inside, H * C, C, C)
+            store(outer + near, to_outputs, cc, cc, inside, H * C, C, C)
     here = slot * H + h
     for start in tl.range(0, K, BK, num_stages=1):
         kk = start + tl.arange(0, BK)
@@ -123,10 +140,15 @@ def reduce_kernel(
         qs = load(q, cc, kk, inside, QT, K, WHOLE).to(tl.float32) * (tl.exp(gs.to(tl.float32)) * weights * scale)
         store(asks + row, product(to_outputs, gave, qs, PRECISION), cc, kk, inside, H * K, K, WHOLE)
         left = tl.exp(add_up_columns(tl.trans(gs), jj < ii, PRECISION))
-        bt = tl.trans(load(b + row, cc, kk, inside, H * K, K, WHOLE)).to(tl.float32) * left
-        _put(writes + row, bt, cc, kk, inside, H * K, K)
         kt = tl.trans(load(k, cc, kk, inside, KT, K, WHOLE)).to(tl.float32) * left
-        _put(adds + row, product(bt, from_keys, kt, PRECISION), cc, kk, inside, H * K, K)
-        if solved_b is not None:
-            bt = product(bt, solved, tl.zeros([BK, C], tl.float32), PRECISION)
-            _put(solved_b + row, bt, cc, kk, inside, H * K, K)
+        if b is None:
+            _put(writes + row, kt, cc, kk, inside, H * K, K)
+            kt = product(kt, solved, tl.zeros([BK, C], tl.float32), PRECISION)
+            _put(adds + row, kt, cc, kk, inside, H * K, K)
+        else:
+            bt = tl.trans(load(b + row, cc, kk, inside, H * K, K, WHOLE)).to(tl.float32) * left
+            _put(writes + row, bt, cc, kk, inside, H * K, K)
+            _put(adds + row, product(bt, from_keys, kt, PRECISION), cc, kk, inside, H * K, K)
+            if solved_b is not None:
+                bt = product(bt, solved, tl.zeros([BK, C], tl.float32), PRECISION)
+                _put(solved_b + row, bt, cc, kk, inside, H * K, K)
