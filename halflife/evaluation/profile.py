@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from halflife.decay import Decay
@@ -102,6 +103,8 @@ def times(events: Any, on_device: bool) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     numbered, backward = [], []
     for event in events:
+        if event.device_type != DeviceType.CPU:  # a kernel, whose time is also that of the operation that launched it
+            continue
         name, differentiates = _place(event)
         seconds = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
         if differentiates is not None:
