@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from torch.autograd import DeviceType
+from torch.profiler import DeviceType
 
 from halflife import LanguageModel, preset
 from halflife.evaluation.profile import times

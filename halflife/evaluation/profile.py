@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import DeviceType, ProfilerActivity, profile, record_function
 
 from halflife.decay import Decay
 from halflife.files import PROFILE_CSV, TRACE_JSON, write_text
