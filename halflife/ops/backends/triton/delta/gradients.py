@@ -125,8 +125,9 @@ def gradients_kernel(
         within, across, gone = pair_sums(pairs, seg, C, MODE)
 
     # dQ, in a loop of its own, so that the operands of dK hold no registers
-    read_fast = tl.zeros([C], tl.float32)
-    read_slow = tl.zeros([C], tl.float32)
+    none = tl.zeros([C], tl.float32)
+    read_fast = within if MODE == 1 else none  # sums that are added later start from what is there
+    read_slow = across if MODE == 2 else none
     for start in tl.range(0, K, BK, num_stages=STAGES):
         kk = start + tl.arange(0, BK)
         ks = load(k, cc, kk, inside, KT, K, WHOLE)
@@ -182,12 +183,12 @@ def gradients_kernel(
     if MODE == 2:
         reset = (tl.load(g_slow + rows, mask=inside, other=0.0) != 0).to(tl.int32)
         grad_slow, grad_fast = log_grads_of_sums(
-            within, across, gone, read_fast, read_slow, left_fast, left_slowly, kept + joined, joined, stays, reset,
+            within, none, gone, read_fast, read_slow, left_fast, left_slowly, kept + joined, joined, stays, reset,
             seg, C,
         )  # fmt: skip
         put_log_grad(dg_slow, grad_slow, g_slow, rows, inside)
         put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
     elif MODE == 1:
         later = cc[:, None] >= cc[None, :]  # [i, t]; sums in which nothing cancels
-        grad_fast = tl.sum(tl.where(later, (within + read_fast)[:, None], left_fast[:, None]), 0) + kept
+        grad_fast = tl.sum(tl.where(later, read_fast[:, None], left_fast[:, None]), 0) + kept
         put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
