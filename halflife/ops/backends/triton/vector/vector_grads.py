@@ -53,11 +53,14 @@ def grads_kernel(
     kk = part * BK + tl.arange(0, BK)
     inside = cc < size
     slot = (slot * H + h) * K * V
+    row = (token * H + h) * K
+    qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
+    ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
+    given = load(g + row, cc, kk, inside, H * K, K, BK)
     later = tl.zeros([C, C], tl.float32)
     earlier = tl.zeros([C, C], tl.float32)
     dqs = tl.zeros([C, BK], tl.float32)
     dks = tl.zeros([C, BK], tl.float32)
-    same = tl.zeros([C], tl.float32)
     carried = tl.zeros([BK], tl.float32)
     for block in range(0, V, BV):
         vv = block + tl.arange(0, BV)
@@ -68,21 +71,16 @@ def grads_kernel(
         state = tl.load(states + at, mask=real, other=0.0)
         grad = tl.load(after + at, mask=real, other=0.0)
         later = dot(dos, tl.trans(vs), later, PRECISION)
-        earlier = dot(vs, tl.trans(dos), earlier, PRECISION)
         wide = beside_state(dos)
         dqs = dot(wide, state.to(wide.dtype), dqs, PRECISION)
+        earlier = dot(vs, tl.trans(dos), earlier, PRECISION)
         wide = beside_state(vs)
         dks = dot(wide, grad.to(wide.dtype), dks, PRECISION)
-        same += tl.sum(dos.to(tl.float32) * vs.to(tl.float32), 1)
         carried += tl.sum(state.to(tl.float32) * grad.to(tl.float32), 0)
-    qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
-    ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
-    row = (token * H + h) * K
-    given = load(g + row, cc, kk, inside, H * K, K, BK)
     gs = clamped(given)
     parts = summed_decays(gs, DTYPE)
     pairs = (tl.where(cc[:, None] > cc[None, :], later, earlier) * scale).to(qs.dtype)
-    same = same[:, None] * scale
+    same = tl.sum(tl.where(cc[:, None] == cc[None, :], later, 0.0), 1)[:, None] * scale
 
     dqs *= weights(cc[None, :] <= cc[:, None], parts, PRECISION) * scale
     dgs = sums(cc[None, :] >= cc[:, None], summed_grads(dqs * qs.to(tl.float32), DTYPE), PRECISION)
