@@ -86,6 +86,14 @@ def _swiglu_linear(channels: int) -> list[Tensor]:
     return [fused.swiglu_linear(*parts, leaf(1024, channels))]
 
 
+def _gated_linear(channels: int) -> list[Tensor]:
+    from halflife.ops import fused
+
+    y, z, x = (leaf(BATCH, LENGTH, channels) for _ in range(3))
+    skip = weight(32), x
+    return [fused.rms_norm_of_gated_linear(y, z, weight(channels), 1, 1e-5, skip, leaf(1024, channels))]
+
+
 def _scaled(heads: int, value: int) -> list[Tensor]:
     from halflife.ops import fused
 
@@ -158,6 +166,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "cross_entropy 128256": lambda: _loss(4096, 128_256),
     "swiglu 2816": lambda: _swiglu(2816),
     "swiglu 2816 and its map": lambda: _swiglu_linear(2816),
+    "rms_norm_of_gated 2048 and its map": lambda: _gated_linear(2048),
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),
     "rotate 128 in part": lambda: _rotated(8, 128, 16),

@@ -287,6 +287,35 @@ def test_swiglu_keeps_no_product(dtype, shape):
     torch.testing.assert_close(alone, gradients, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "groups", "skips"), [((2, 3, 24), 3, True), ((1, 5, 99), 1, False), ((1, 0, 6), 1, True)]
+)
+def test_gated_norms_keep_no_output(dtype, shape, groups, skips, monkeypatch):
+    """The gradients with that of the map after it, whose input the kernel of the gradients makes to the bit."""
+    monkeypatch.setattr(norms, "WIDE", 16)
+    draw = generator(shape)
+    sizes = {"y": shape, "z": shape, "w": shape[2:], "x": shape, "D": (3,), "map": (6, shape[-1])}
+    tensors = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+    def run(backend, y, z, w, x, D, map):
+        skip = (D, strided(x)) if skips else None
+        return [fused.rms_norm_of_gated_linear(strided(y), strided(z), w, groups, 1e-5, skip, map, backend)]
+
+    check(run, tensors, dtype, wide=("w", "D"))
+    leaves, kept = [x.to(dtype).requires_grad_() for x in tensors.values()], []
+    y, z, w, x, D, map = leaves
+    given = y, z, w, groups, 1e-5, (D, x) if skips else None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = fused.rms_norm_of_gated_linear(*given, map, "triton")
+    assert {x.data_ptr() for x in kept if x is not None} <= {x.data_ptr() for x in leaves}
+    if y.numel():
+        one = torch.zeros_like(out)
+        one[0, 0, 0] = 1
+        read = torch.autograd.grad(out, map, one)[0][0]
+        torch.testing.assert_close(read, fused.rms_norm_of_gated(*given, "triton")[0, 0], rtol=0, atol=0)
+
+
 def test_wide_norms_run_in_torch():
     x = torch.randn(1, 1, 8193)
     with pytest.raises(dispatch.CannotRun, match="at most 8192 channels; got 8193"):
@@ -355,6 +384,7 @@ GIVEN = {
     "cross_entropy": (X, torch.tensor([[0, 1, 2], [3, -100, 1]]), -100),
     "cross_entropy_errors": (X, torch.zeros(2, 3, dtype=torch.long), X[..., 0], X[..., 1], X[0, 0, 0], -100),
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),
+    "norm_again": (X, X + 1, X - 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), 2, 1e-5),
     "add_norm": (X, X.bfloat16(), WEIGHT[:, 0].contiguous(), 1e-5, None),
     "swiglu": (X, X + 1),
     "swiglu_again": (X, X + 1, X - 1),

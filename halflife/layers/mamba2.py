@@ -13,8 +13,9 @@ from halflife.decay import DecayParts
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay, check_gain
-from halflife.layers.parts import OUTPUT_NORMS, ShortConv
+from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv
 from halflife.ops.fused import scale_heads
+from halflife.ops.linear import weight_of
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module
 from halflife.registry import check_choice
@@ -137,8 +138,11 @@ class Mamba2(HasMemory, Mixer):
         y, memory = self.memory(
             x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
         )
-        y = self.skip(y.flatten(-2), values.flatten(-2), partial(self.norm, z=z))
-        return self.out_proj(y), {"conv": conv, **memory}
+        mapped = not x.is_cpu and type(self.norm) is GatedRMSNorm  # which takes the map with it
+        weight = weight_of(self.out_proj) if mapped else None
+        norm = partial(self.norm, z=z) if weight is None else partial(self.norm, z=z, weight=weight)
+        y = self.skip(y.flatten(-2), values.flatten(-2), norm)
+        return y if weight is not None else self.out_proj(y), {"conv": conv, **memory}
 
     def _token(
         self, x: Tensor, xbc: Tensor, f: Tensor, position: Tensor, state: State, packing: Packing

@@ -68,21 +68,34 @@ class GatedRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """`y, z [B, T, D]`; None is no gate. With `skip = (D [H], x [B, T, D])` the values are `y + D ⊙ x`."""
+    def forward(
+        self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`y, z [B, T, D]`; None is no gate. With `skip = (D [H], x [B, T, D])` the values are `y + D ⊙ x`.
+
+        With the `weight [N, D]` of a map, which needs a gate, it returns the map of the norm.
+        """
         if z is None:
             groups = add_skip(y, skip).unflatten(-1, (self.groups, -1))
             return F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
         room = ROOMY[z.dtype]
         skip = None if skip is None else (skip[0], skip[1].to(room))
+        if weight is not None and room == z.dtype:
+            return fused.rms_norm_of_gated_linear(
+                y, z, self.weight, self.groups, self.eps, skip, weight, self.pass_backend
+            )
         y = fused.rms_norm_of_gated(y, z.to(room), self.weight, self.groups, self.eps, skip, self.pass_backend)
-        return y.half() if z.dtype == torch.float16 else y
+        y = y.half() if z.dtype == torch.float16 else y
+        return y if weight is None else F.linear(y, weight)
 
 
 class NormBeforeGate(GatedRMSNorm):
     """`RMSNorm(y) ⊙ weight ⊙ silu(z)`, the output norm of Falcon-H1 with `mamba_norm_before_gate` and of Mamba-3."""
 
-    def forward(self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """As `GatedRMSNorm`, with the norm before the gate."""
         y = super().forward(y, None, skip)
         if z is None:

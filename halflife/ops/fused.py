@@ -8,7 +8,7 @@ Those of RWKV-7 are in `ops/rwkv7.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.arguments import is_transformed
-from halflife.ops.backends import dispatch, native, triton
+from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import implements, run_pass
-from halflife.ops.spec import OPS, define
+from halflife.ops.linear import PASSES, LinearOfPass, made_again, narrowed
+from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
 
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
@@ -135,6 +135,23 @@ define(
 _pass("rms_norm_of_gated", _rms_norm_of_gated, _fused_rms_norm_of_gated, 3)
 
 
+def rms_norm_of_gated_linear(
+    y: Tensor, z: Tensor, norm_weight: Tensor, groups: int, eps: float, skip: Any, weight: Tensor, backend: str = "auto"
+) -> Tensor:
+    """`rms_norm_of_gated(…) Wᵀ` for a `weight [N, D]`; what W reads is not kept by the Triton kernel."""
+    scale, x = (None, None) if skip is None else skip
+    given, narrow = (y, z, norm_weight, x, scale), narrowed(weight, y)
+    if not made_again("rms_norm_of_gated", backend, given, narrow, y if x is None else x):
+        return F.linear(rms_norm_of_gated(y, z, norm_weight, groups, eps, skip, backend), weight)
+    settings = "silu_before", y.shape[-1] // groups, True, eps
+    return LinearOfPass.apply("norm", settings, narrow, *given)  # pyright: ignore[reportReturnType]
+
+
+def _norm_again(dout: Tensor, tensors: Sequence[Any], settings: Any) -> tuple[Sequence[Any], Tensor]:
+    *found, out = triton.custom_op("norm_again")(dout, *tensors, settings[1], settings[3])
+    return [None if x is None else d for x, d in zip(tensors, found, strict=True)], out
+
+
 def rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
     """`RMSNorm(y ⊙ σ(z))` over the last axis of `y, z [..., D]`, with a `weight [D]`."""
     return run_pass("rms_norm_of_sigmoid_gated", backend, (y, z, weight), eps)
@@ -208,33 +225,17 @@ def swiglu_linear(a: Tensor, b: Tensor, weight: Tensor, backend: str = "auto") -
 
     By the Triton kernel a and b are kept for the backward pass, and not their product.
     """
-    narrow = weight if autocast_dtype(a.device) is None else weight.to(a.dtype)
-    known = OPS["swiglu"].backends["triton"].function
-    recomputed = dispatch.again is not None and dispatch.kind_of("swiglu") in dispatch.again.kinds
-    plain = recomputed or is_transformed() or not a.dtype == b.dtype == narrow.dtype
-    if plain or dispatch.choose("swiglu", backend, a.device, (a, b)) is not known:
+    if not made_again("swiglu", backend, (a, b), narrow := narrowed(weight, a)):
         return F.linear(swiglu(a, b, backend), weight)
-    return _SwiGLULinear.apply(a, b, narrow)  # pyright: ignore[reportReturnType]
+    return LinearOfPass.apply("swiglu", (), narrow, a, b)  # pyright: ignore[reportReturnType]
 
 
-class _SwiGLULinear(torch.autograd.Function):
-    """`swiglu_linear` by Triton, which keeps a and b but not their product.
+def _swiglu_again(dout: Tensor, tensors: Sequence[Any], settings: Any) -> tuple[Sequence[Tensor], Tensor]:
+    both, product = triton.custom_op("swiglu_again")(dout, *tensors)
+    return both.chunk(2, -1), product
 
-    The gradient of the weight needs it, and the kernel of the gradients of a and b makes it again beside them.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b, weight)
-        return F.linear(triton.custom_op("swiglu")(a, b), weight)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, weight = ctx.saved_tensors
-        both, product = triton.custom_op("swiglu_again")((dout @ weight).contiguous(), a, b)
-        of_weight = dout.flatten(0, -2).t() @ product.flatten(0, -2) if ctx.needs_input_grad[2] else None
-        return *both.chunk(2, -1), of_weight
+PASSES.update(norm=_norm_again, swiglu=_swiglu_again)
 
 
 def scale_heads(x: Tensor, s: Tensor, backend: str = "auto") -> Tensor:

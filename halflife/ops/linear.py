@@ -6,7 +6,7 @@ oneDNN runs where it is faster than torch's own product. A build of the native k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from types import MethodType
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from halflife.files import read_json
 from halflife.ops.arguments import is_transformed
+from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build
 from halflife.ops.backends.native.products import by_onednn
+from halflife.ops.spec import OPS
 from halflife.precision import autocast_dtype
 
 FEWEST_ROWS = 32  # oneDNN rearranges the weights at every call, which does not pay for fewer rows
@@ -192,6 +194,45 @@ def _copied(copies: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     if copies:
         torch._foreach_copy_(copies, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
     return copies
+
+
+# Pass → its gradients and its result again, (gradient of the result, tensors, settings) → ([gradients], result).
+PASSES: dict[str, Callable[..., tuple[Sequence[Tensor | None], Tensor]]] = {}
+
+
+class LinearOfPass(torch.autograd.Function):
+    """`pass(*tensors) Wᵀ` by the Triton kernels of a pass, whose result is not kept.
+
+    The gradient of W needs it, and the kernel of the gradients of `tensors` makes it again beside them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, name: str, settings: tuple[Any, ...], weight: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.name, ctx.settings = name, settings
+        ctx.save_for_backward(weight, *tensors)
+        return F.linear(triton.custom_op(name)(*tensors, *settings), weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        weight, *tensors = ctx.saved_tensors
+        gradients, result = PASSES[ctx.name]((dout @ weight).contiguous(), tensors, ctx.settings)
+        of_weight = dout.flatten(0, -2).t() @ result.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return None, None, of_weight, *gradients
+
+
+def narrowed(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight of a map in the dtype in which it reads x."""
+    return weight if autocast_dtype(x.device) is None else weight.to(x.dtype)
+
+
+def made_again(op: str, backend: str, tensors: Sequence[Any], *matrices: Tensor) -> bool:
+    """Whether a map after a pass runs as `LinearOfPass`: by Triton, and if all matrices have the first one's dtype."""
+    if is_transformed() or (dispatch.again is not None and dispatch.kind_of(op) in dispatch.again.kinds):
+        return False
+    known, first = OPS[op].backends["triton"].function, tensors[0]
+    same = all(x.dtype == first.dtype for x in (tensors[1], *matrices))
+    return same and dispatch.choose(op, backend, first.device, tensors) is known
 
 
 def weight_of(module: nn.Module) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.norms import as_rows
+from halflife.ops.backends.triton.passes.rows import as_rows
 
 BLOCK = 4096  # logits of a program at once
 

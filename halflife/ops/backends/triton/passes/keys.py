@@ -16,7 +16,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare, save_inputs
-from halflife.ops.backends.triton.passes.norms import entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
 
 TILE = 1024  # entries of a program at once
 PROGRAMS = 1024  # programs of a backward pass, at most, of all heads

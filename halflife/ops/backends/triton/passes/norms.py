@@ -17,22 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
 
 GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3}
 TILE = 2048  # entries of a program at once
 WIDE = 4096  # channels of a row whose inputs, with x, do not fit registers: the backward pass reads them twice
 PROGRAMS = 1024  # programs of the backward pass, at most, of all groups of channels
-
-
-@triton.jit
-@no_type_check
-def entries(x, rows, stride, cols, inside):
-    """Load rows and columns of a matrix in float32; 0 outside."""
-    return tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -120,8 +113,8 @@ def _along(d, n, size, MEAN: tl.constexpr):
 @triton.jit
 @no_type_check
 def _backward_kernel(
-    y, z, x, weight, scale, dout, dtotal, dy, dz, dx, dadded, sums, tokens, groups, size, y_t, z_t, x_t, w_g, s_p, s_g,
-    eps, tiles,
+    y, z, x, weight, scale, dout, dtotal, dy, dz, dx, dadded, again, sums, tokens, groups, size, y_t, z_t, x_t, w_g,
+    s_p, s_g, eps, tiles,
     HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, TWICE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(0) % groups
@@ -149,8 +142,13 @@ def _backward_kernel(
             n = a * inverse
             d = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
         of_weight = d * n
+        made = n
         if weight is not None:
-            d *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
+            factors = tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
+            d *= factors
+            made *= factors
+        if again is not None:  # the output of a gate before the norm
+            tl.store(again + place, made.to(again.dtype.element_ty), mask=inside)
         if GATE == 3:
             of_weight *= f
             tl.store(dz + place, (d * n * slope).to(dz.dtype.element_ty), mask=inside)
@@ -178,18 +176,6 @@ def _backward_kernel(
         tl.store(sums + place, dweight, mask=cols < size)
     if x is not None:
         tl.store(sums + place + groups * size, dscale, mask=cols < size)
-
-
-def as_rows(x: Tensor, channels: int) -> tuple[Tensor, int]:
-    """The tokens of a tensor as rows, of which each has stride 1, and the stride between them."""
-    rows = dense(x.reshape(-1, channels))
-    return rows, rows.stride(0)
-
-
-def rows_of_tokens(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
-    """Tensors as rows, and the strides of these; 0 for None."""
-    pairs = [(None, 0) if x is None else as_rows(x, channels) for x in tensors]
-    return [x for x, _ in pairs], [stride for _, stride in pairs]
 
 
 def _norm(
@@ -236,8 +222,18 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, z and x, and those of the weights and of each channel's factor of x, in rows."""
     dy, dz, dx = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, z, x))
-    sums = _write_back(dout, None, y, z, weight, x, scale, gate, size, mean, eps, dy, dz, dx, None)
+    sums = _write_back(dout, None, y, z, weight, x, scale, gate, size, mean, eps, dy, dz, dx, None, None)
     return dy, dz, dx, sums
+
+
+def _norm_again(
+    dout: Tensor, y: Tensor, z: Tensor, weight: Tensor, x: Tensor | None, scale: Tensor | None, size: int, eps: float
+) -> list[Tensor]:
+    """The gradients of y, z, weight, x and scale of a norm of gated values, and its output again."""
+    dy, dz, dx, again = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, z, x, dout))
+    sums = _write_back(dout, None, y, z, weight, x, scale, "silu_before", size, True, eps, dy, dz, dx, None, again)
+    dweight, dx, dscale = _of_parameters(sums, weight, dx, scale)
+    return [dy, dz, dweight, dx, y.new_empty(0) if dscale is None else dscale, again]
 
 
 def _add_norm_backward(
@@ -250,10 +246,8 @@ def _add_norm_backward(
     dx = total.new_empty(total.shape, dtype=of_x)
     dy = total.new_empty(total.shape if of_y != of_x else 0, dtype=of_y)
     size, also = total.shape[-1], dy if of_y != of_x else None
-    sums = _write_back(
-        dout, dtotal, total, None, weight, None, None, "none", size, True, eps, dx, None, None, also
-    )  # fmt: skip
-    return dx, dy, sums
+    given = dout, dtotal, total, None, weight, None, None
+    return dx, dy, _write_back(*given, "none", size, True, eps, dx, None, None, also, None)
 
 
 def _write_back(
@@ -301,11 +295,17 @@ def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     only_first_derivatives()
     y, z, weight, x, scale = ctx.saved_tensors
     dy, dz, dx, sums = _gradients(dout.contiguous(), y, z, weight, x, scale, *ctx.settings)
+    dz, dx = None if z is None else dz, None if x is None else dx
+    return dy, dz, *_of_parameters(sums, weight, dx, scale), *[None] * 5
+
+
+def _of_parameters(sums: Tensor, weight: Any, dx: Any, scale: Any) -> tuple[Any, Any, Any]:
+    """The gradients of the weight, of x and of D."""
     dweight = None if weight is None else sums[0].to(weight.dtype)
-    dscale = None if scale is None else sums[-1].view(len(scale), -1).sum(1).to(scale.dtype)
-    return dy, None if z is None else dz, dweight, None if x is None else dx, dscale, *[None] * 5
+    return dweight, dx, None if scale is None else sums[-1].view(len(scale), -1).sum(1).to(scale.dtype)
 
 
+declare("triton_norm_again", _norm_again)
 _gradients = declare("triton_norm_backward", _norm_backward)
 declare("triton_norm", _norm).register_autograd(_grad, setup_context=_save)
 

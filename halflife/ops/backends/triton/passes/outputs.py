@@ -15,7 +15,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.passes.keys import channels_of, numbers, tiles_of, tokens_of
-from halflife.ops.backends.triton.passes.norms import entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
 
 
 @triton.jit

@@ -13,7 +13,8 @@ from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare, save_inputs
-from halflife.ops.backends.triton.passes.norms import TILE, as_rows, entries
+from halflife.ops.backends.triton.passes.norms import TILE
+from halflife.ops.backends.triton.passes.rows import as_rows, entries
 
 COLUMNS = 512  # of a tile of SwiGLU, at most
 

@@ -1,0 +1,30 @@
+"""Tensors as rows of tokens, as the kernels of passes read them."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halflife.ops.arguments import dense
+
+
+@triton.jit
+@no_type_check
+def entries(x, rows, stride, cols, inside):
+    """Load rows and columns of a matrix in float32; 0 outside."""
+    return tl.load(x + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+def as_rows(x: Tensor, channels: int) -> tuple[Tensor, int]:
+    """The tokens of a tensor as rows, of which each has stride 1, and the stride between them."""
+    rows = dense(x.reshape(-1, channels))
+    return rows, rows.stride(0)
+
+
+def rows_of_tokens(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """Tensors as rows, and the strides of these; 0 for None."""
+    pairs = [(None, 0) if x is None else as_rows(x, channels) for x in tensors]
+    return [x for x, _ in pairs], [stride for _, stride in pairs]
