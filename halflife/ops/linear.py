@@ -207,7 +207,8 @@ class LinearOfPass(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, name: str, settings: tuple[Any, ...], weight: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:  # torch 2.13's compiler takes two tensors after names for no `ctx`
+        name, settings, weight, *tensors = given
         ctx.name, ctx.settings = name, settings
         ctx.save_for_backward(weight, *tensors)
         return F.linear(triton.custom_op(name)(*tensors, *settings), weight)
