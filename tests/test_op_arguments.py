@@ -36,7 +36,7 @@ def small(op, dtype=torch.float32, **sizes):
     return {name: x.to(dtype) for name, x in arguments.items()}
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS.names() if hasattr(ops, name)])
+@pytest.mark.parametrize("name", [name for name in SPECS.names() if callable(getattr(ops, name, None))])
 def test_docstrings_have_the_shapes_of_the_specification(name):
     """Each tensor of an op stands in its docstring with every shape that it may have."""
     described = inspect.getdoc(unchecked(getattr(ops, name))).partition("Args:\n")[2].partition("\n\n")[0]
