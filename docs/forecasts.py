@@ -20,7 +20,7 @@ from halflife.files import read_json, write_json
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.table import Table
-from halflife.report.tables.forecast import FORECASTS, is_text, log2_ratio, measured_lag, read_forecasts
+from halflife.report.tables.forecast import log2_ratio, measured_lag, read_forecasts
 
 KINDS = ("models", "texts")
 
@@ -67,8 +67,7 @@ def _errors(rows: list[dict[str, Any]]) -> list[str]:
     A lag beyond the longest one is not measured, so that the error of its forecast is not known.
     """
     reached = [row for row in rows if math.isfinite(measured_lag(row))]
-    keys = FORECASTS["aged state"]
-    found = [error for row in reached if (error := log2_ratio(row, keys[is_text(row)])) is not None]
+    found = [error for row in reached if (error := log2_ratio(row)) is not None]
     right = sum(abs(error) <= 1 for error in found)
     counts = [len(rows), right, len(found) - right, len(rows) - len(found)]
     sizes = [f"{median(found):+.2f}", f"{max(found, key=abs):+.2f}"] if found else ["–", "–"]

@@ -161,15 +161,15 @@ def test_one_part_ages_alone():
 
 
 def test_faster_decay_forgets_earlier():
-    """The energy lag of a model with one rate follows its time-scale."""
+    """The rate of a model with one rate is measured, and what it holds fades the sooner the higher it is."""
     task, found = tasks.build(**MQAR), []
     for rate in (0.05, 0.2):
         model = model_of("mamba2+post")
         post = model.blocks[0].mixer.decay
         with torch.no_grad():
             post.theta.fill_(math.log(rate) - post.decay.rate_offset())
-        found.append(recall.forecast_recall(model, task, [16, 64, 256, 1024], window=WINDOW).energy_lag)
-    assert found[1] < found[0]
+        found.append(recall.forecast_recall(model, task, [16, 64, 256, 1024], window=WINDOW).heads[0].rate)
+    assert found[1] > 2 * found[0]
 
 
 @cases("name, why", ("llama", "layer 0 .attention."), ("lightnet", "decay"), ("mamba2+ska", "layer 1 .ska."))
@@ -240,16 +240,18 @@ def test_crossing():
 
 
 def test_log2_ratio():
-    row = {"measured": [1.0], "lags": [0, 64], "half_lag": 16.0, "forecast_half_lag": 32.0, "energy_lag": math.inf}
-    assert tables.log2_ratio(row, "forecast_half_lag") == 1
-    assert tables.log2_ratio(row, "energy_lag") == 2  # a lower bound
-    assert tables.log2_ratio({**row, "half_lag": math.inf}, "energy_lag") is None
-    assert tables.log2_ratio({**row, "measured": [0.4]}, "energy_lag") is None
+    row = {"measured": [1.0], "lags": [0, 64], "half_lag": 16.0, "forecast_half_lag": 32.0}
+    never = {**row, "forecast_half_lag": math.inf}
+    assert tables.log2_ratio(row) == 1
+    assert tables.log2_ratio(never) == 2  # a lower bound
+    assert tables.log2_ratio({**never, "half_lag": math.inf}) is None
+    assert tables.log2_ratio({**never, "measured": [0.4]}) is None
     text = {"measured": [0.2], "lags": [0, 64], "window": 8, "forgotten_lag": 16.0, "forecast_forgotten_lag": 8.0}
-    assert tables.log2_ratio(text, "forecast_forgotten_lag") == -1
-    assert tables.log2_ratio({**text, "forgotten_lag": 7.0}, "forecast_forgotten_lag") is None
-    found = tables.forecast_errors([row, {**row, "half_lag": 64.0}])
-    assert found["aged state"] == {"models": 2, "median": 1.0, "largest": 1.0, "bias": 0.0}
+    assert tables.log2_ratio(text) == -1
+    assert tables.log2_ratio({**text, "forgotten_lag": 7.0}) is None
+    said = tables.error_sentence([row, {**row, "half_lag": 64.0}])
+    assert said == "2 models, error 1.00 octaves in the median, at most 1.00 (median with its sign +0.00)."
+    assert tables.error_sentence([{**row, "measured": [0.4]}]) == ""
 
 
 def test_lags():
@@ -300,7 +302,7 @@ def test_lags_beyond_the_longest_have_a_mark_of_their_own_and_not_learned_is_sai
     own = {"task": "mqar", "train_length": 16, "num_pairs": 4, "lags": [0, 16, 64], "forecast_lags": [16, 64],
            "forecast": [1.0, 0.0], "fade_lag": 20.0, "fill_lag": 30.0, "seed": None}  # fmt: skip
     rows = [
-        {**own, "model": name, "measured": values, "half_lag": lag, "forecast_half_lag": ahead, "energy_lag": 40.0}
+        {**own, "model": name, "measured": values, "half_lag": lag, "forecast_half_lag": ahead}
         for name, values, lag, ahead in (
             ("far", [1.0, 1.0, 0.9], math.inf, 50.0), ("near", [1.0, 0.6, 0.2], 22.0, math.inf),
             ("none", [0.26, 0.25, 0.24], 0.0, 31.0),
@@ -309,11 +311,9 @@ def test_lags_beyond_the_longest_have_a_mark_of_their_own_and_not_learned_is_sai
     result = {"models": rows, "texts": [], "refused": {}, "names": ["llama", "none", "far", "near"]}
     (figure,) = forecast_figures(result)
     dots = {one.name: one for one in figure.panels[0].series if one.name != "exact"}
-    assert {name: one.style.marker for name, one in dots.items()} == {
-        "far, T 16, energy": ">", "far, T 16, aged state": ">", "near, T 16, energy": "o", "near, T 16, aged state": "^"
-    }  # fmt: skip
-    assert (dots["near, T 16, aged state"].x, dots["near, T 16, aged state"].y) == ([22.0], [64])
-    assert dots["far, T 16, energy"].style.color == model_styles(result["names"])["far"].color
+    assert {name: one.style.marker for name, one in dots.items()} == {"far, T 16": ">", "near, T 16": "^"}
+    assert (dots["near, T 16"].x, dots["near, T 16"].y) == ([22.0], [64])
+    assert dots["far, T 16"].style.color == model_styles(result["names"])["far"].color
     assert "beyond the longest lag" in figure.keys
     assert tables.sentences(result) == [
         "far recalls half of its 4 pairs (mqar) or more up to 64 tokens later, the longest lag. "
@@ -323,7 +323,7 @@ def test_lags_beyond_the_longest_have_a_mark_of_their_own_and_not_learned_is_sai
     ]
     (table,) = tables.forecast_tables(result)
     lost = [*table.rows[2]]
-    assert (lost[1], lost[7:]) == ("–", ["–"] * 7)
+    assert (lost[1], lost[7:]) == ("–", ["–"] * 5)
     (empty,) = forecast_figures({**result, "models": rows[2:]})
     assert not empty.panels[0].series
     assert draw(empty)

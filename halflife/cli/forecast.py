@@ -14,8 +14,7 @@ class Forecast:
 
     For every run on MQAR or NIAH, a sentence gives the half-lag: the number of tokens after which fewer than half of
     the stored pairs are recalled. It is measured, and forecast from the state, aged at the rate at which it fades in
-    the first T tokens. With --details a table has a second forecast too (docs/results/forecast.md): the lag at which a
-    pair's energy falls below the state's noise.
+    the first T tokens (docs/results/forecast.md).
 
     Models of text read a text in the place of pairs (--text). The sentence says after how many tokens they forget its
     beginning: the lag at which what it left in the state changes the predictions a hundredth as much as at first. The

@@ -124,21 +124,3 @@ class LayerAgeing:
         later = passed[1:].flip(0).cumsum(0).flip(0)  # rates may be infinite, so nothing is subtracted
         since = torch.cat([later, torch.zeros_like(passed[:1])])
         return (-since).exp().sum(0), (-2 * since).exp().sum(0)
-
-    def energies(self, lag: int, num_pairs: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return for each state the energy of one pair, and of the fluctuation in one row, `[H]` each.
-
-        The beginning has `num_pairs` pairs.
-        """
-        energies = {}
-        for name, part in self.beginning.items():
-            left, (_, noise) = self.fading(name, lag), self.growth(name, lag)
-            signal = (part.square().sum(-1).mean(0) * left**2).sum(-1) / num_pairs
-            energies[name] = signal, (self.others[name].var(0).sum(-1) * noise**2).mean(-1)
-        return energies
-
-    def ratio(self, lag: int, num_pairs: int) -> float:
-        """Return the energy of a pair over that of the fluctuation, in the head in which the ratio is largest."""
-        return max(
-            (signal / noise).nan_to_num(0).max().item() for signal, noise in self.energies(lag, num_pairs).values()
-        )

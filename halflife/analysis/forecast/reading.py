@@ -11,8 +11,7 @@ without reading that far:
 
 The forecast puts `P_L + F_L` into the model and asks it (`recall` for pairs, `text` for the beginning of a text). So it
 includes whatever the model makes of a faint state (skips, norms, gates). Ageing one part alone, `P_L + F_W` or
-`P_W + F_L`, shows why a model forgets: what it stored *fades*, or its state *fills*. A second forecast needs no model:
-the lag at which the *energy* of what is stored falls below a share of the energy of the fluctuation.
+`P_W + F_L`, shows why a model forgets: what it stored *fades*, or its state *fills*.
 """
 
 from __future__ import annotations
@@ -44,16 +43,12 @@ class HeadFading(Record):
         state: the name of the state.
         head: the index of the head, from 0.
         rate: the rate of the slowest row that holds anything, in 1 / token.
-        energy: the energy of a stored pair, or of a token of a text's beginning, at the window.
-        noise: the energy of the fluctuation in a row at the window.
     """
 
     layer: int
     state: str
     head: int
     rate: float
-    energy: float
-    noise: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +63,6 @@ class Forecast(Record):
         lag: the lag at which the values fall below the level.
         fade_lag: the same if the beginning's part alone ages.
         fill_lag: the same if the others' part alone ages.
-        energy: the energy of a stored item over the energy of the fluctuation in a row, one number for each lag.
-        energy_lag: the lag at which this ratio falls below its level.
         heads: one entry for each layer, state and head.
     """
 
@@ -80,8 +73,6 @@ class Forecast(Record):
     lag: float
     fade_lag: float
     fill_lag: float
-    energy: list[float]
-    energy_lag: float
     heads: list[HeadFading]
 
 
@@ -120,40 +111,31 @@ class Reading:
         at = torch.full_like(self.full.state[0]["position"], self._length + lag)
         return tuple({**state, **part, "position": at} for state, part in zip(self.full.state, parts, strict=True))
 
-    def ratio(self, lag: int, items: int) -> float:
-        """The energy of one of `items` over that of the fluctuation in a row, in the head where it is largest."""
-        return max(layer.ratio(lag, items) for layer in self._layers)
-
-    def heads(self, items: int) -> list[HeadFading]:
-        """Return how each head fades, with the energy of one of `items` in the beginning."""
+    def heads(self) -> list[HeadFading]:
+        """Return how each head fades."""
         return [
-            HeadFading(layer.layer, name, head, layer.rates[name][head].min().item(), left.item(), noise[head].item())
+            HeadFading(layer.layer, name, head, rate)
             for layer in self._layers
-            for name, (energy, noise) in layer.energies(self.window, items).items()
-            for head, left in enumerate(energy)
+            for name, rates in layer.rates.items()
+            for head, rate in enumerate(rates.amin(-1).tolist())
         ]
 
 
-def extrapolate(
-    reading: Reading, lags: Sequence[int], value: Callable[[int, int], float], *, items: int, level: float,
-    energy_level: float,
-) -> Forecast:  # fmt: skip
+def extrapolate(reading: Reading, lags: Sequence[int], value: Callable[[int, int], float], *, level: float) -> Forecast:
     """Forecast what the model remembers at later lags.
 
     Args:
         reading: the reading.
         lags: L, ascending, none below the window.
         value: what the model remembers when the beginning's part is `fade` tokens old and the others' part `fill`.
-        items: the number of items in the beginning, pairs or tokens.
-        level, energy_level: the levels of the value and of the ratio of energies.
+        level: the value below which the model counts as having forgotten.
     """
-    window = reading.window
-    values, ratios = [value(lag, lag) for lag in lags], [reading.ratio(lag, items) for lag in lags]
+    window, values = reading.window, [value(lag, lag) for lag in lags]
     return Forecast(
         lags=list(lags), window=window, values=values, level=level, lag=crossing(lags, values, level),
         fade_lag=crossing(lags, [value(lag, window) for lag in lags], level),
         fill_lag=crossing(lags, [value(window, lag) for lag in lags], level),
-        energy=ratios, energy_lag=crossing(lags, ratios, energy_level), heads=reading.heads(items),
+        heads=reading.heads(),
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """How far a trained model recalls stored pairs: forecast from one short reading, and measured.
 
 The *aged state* forecast asks the model for every pair at each lag, and takes the lag at which fewer than half of the
-answers are right. The *energy* forecast is the lag at which the energy of a stored pair falls below the energy of the
-fluctuation in as many rows as a pair takes, which is one. It takes the head in which this happens last.
+answers are right.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def forecast_recall(
     def recall(fade: int, fill: int) -> float:
         return _recall(model, task, pairs, reading.at(fade, fill))
 
-    return extrapolate(reading, lags, recall, items=task.num_pairs, level=HALF_RECALLED, energy_level=1.0)
+    return extrapolate(reading, lags, recall, level=HALF_RECALLED)
 
 
 def _pairs(task: Any, examples: int, seed: int) -> tuple[Tensor, torch.Generator]:

@@ -42,8 +42,6 @@ class _Compared(Record):
     forecast: list[float]  # the forecast values, one for each of these lags
     fade_lag: float  # this and the next fields are those of `forecast.reading.Forecast`
     fill_lag: float
-    energy_lag: float
-    energy: list[float]
     heads: list[HeadFading]
 
 
@@ -259,7 +257,7 @@ def _common(ahead: Forecast) -> dict[str, Any]:
     """The fields that a forecast of pairs and one of a text share."""
     return {
         "forecast_lags": ahead.lags, "forecast": ahead.values, "fade_lag": ahead.fade_lag, "fill_lag": ahead.fill_lag,
-        "energy_lag": ahead.energy_lag, "energy": ahead.energy, "heads": ahead.heads,
+        "heads": ahead.heads,
     }  # fmt: skip
 
 

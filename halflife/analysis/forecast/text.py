@@ -8,7 +8,6 @@ as forgotten at the lag at which its influence is below a hundredth of that with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -69,7 +68,7 @@ def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, b
         window: W, at least 2.
 
     Returns:
-        The forecast, whose values are influences in nats per token. The energies are those of a token.
+        The forecast, whose values are influences in nats per token.
 
     Raises:
         ValueError: as `measure_influence`, a lag is below the window, or the beginning has no influence at lag 0.
@@ -86,10 +85,7 @@ def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, b
     def influence(fade: int, fill: int) -> float:
         return _divergence(model, asked, reading.at(fade, fill), reading.without_beginning(fill))
 
-    # As energies, influences are quadratic in what is left of the beginning, so both fall by the same factor.
-    left = influence(window, window)
-    energy = reading.ratio(window, beginning) * level / left if left > 0 else math.inf
-    return extrapolate(reading, lags, influence, items=beginning, level=level, energy_level=energy)
+    return extrapolate(reading, lags, influence, level=level)
 
 
 def texts_length(beginning: int, longest: int) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from halflife.analysis.forecast.text import FORGOTTEN_SHARE
-from halflife.report.figures.data import Axis, Band, FigureData, Key, Panel, Reference, Series, Weight
+from halflife.report.figures.data import Axis, Band, FigureData, Key, Panel, Reference, Series
 from halflife.report.style import DOTS, FORMULA, INK, PAGE_WIDTH, ModelStyle, run_styles
-from halflife.report.tables.forecast import FORECASTS, has_not_learned, is_text, measured_lag
+from halflife.report.tables.forecast import forecast_lag, has_not_learned, measured_lag
 
 MAX_CURVES = 6  # kinds of models whose recall is drawn by lag
 SOLID = ModelStyle(INK, "", "-")
@@ -22,11 +22,11 @@ Row = Mapping[str, Any]
 def forecast_figures(result: Mapping[str, Any]) -> list[FigureData]:
     """The figures "forecast" of recall, and "forecast_text" of texts, as far as there are models of each.
 
-    On the left, each model is a marker, hollow for the energy forecast. A forecast on the line is exact, and one in the
-    band is right within an octave. A triangle stands at the longest lag where the half-lag (it points to the right) or
-    its forecast (upwards) is beyond that. Models that have not learned to recall are left out. On the right, measured
-    values are solid and forecast ones are dotted, for the first six kinds of models. The influence of the beginning of
-    a text is drawn over that at lag 0. `result` is that of `analysis.forecast.survey.measure_forecasts`.
+    On the left, each model is a marker. A forecast on the line is exact, and one in the band is right within an octave.
+    A triangle stands at the longest lag where the half-lag (it points to the right) or its forecast (upwards) is beyond
+    that. Models that have not learned to recall are left out. On the right, measured values are solid and forecast ones
+    are dotted, for the first six kinds of models. The influence of the beginning of a text is drawn over that at lag 0.
+    `result` is that of `analysis.forecast.survey.measure_forecasts`.
     """
     figures = []
     runs = {_kind(row): row["model"] for row in (*result["models"], *result.get("texts", ()))}
@@ -67,8 +67,7 @@ def _figure(
             curves.append(Series(f"{kind}, {key}", "", style, at[at > 0], values[at > 0], "line"))
     keys = {
         **{kind: Key(styles[kind]._replace(marker="o", linestyle="none")) for kind in dict.fromkeys(map(_kind, rows))},
-        "energy forecast (hollow)": Key(DOTS, "hollow"), "measured": Key(SOLID, "line"),
-        "forecast (aged state)": Key(FORMULA, "level"),
+        "measured": Key(SOLID, "line"), "forecast": Key(FORMULA, "level"),
     }  # fmt: skip
     if any(math.isinf(lag) for row in rows for lag in _lags_of(row)):
         keys["beyond the longest lag"] = Key(DOTS._replace(marker=">"))
@@ -85,21 +84,17 @@ def _lags(rows: Sequence[Row], styles: Mapping[str, ModelStyle], label: str) -> 
     ends = np.array([min(lags) / 2, max(lags) * 2])
     series = [Series("exact", "", SOLID, ends, ends, "level")]
     for row in rows:
-        kind, (measured, *forecasts) = _kind(row), _lags_of(row)
-        looks: dict[str, Weight] = {"energy": "hollow", "aged state": "thick"}
-        for (name, weight), lag in zip(looks.items(), reversed(forecasts), strict=True):
-            marker = ">" if math.isinf(measured) else "^" if math.isinf(lag) else "o"
-            style = ModelStyle(styles[kind].color, marker, "none")
-            series.append(
-                Series(f"{kind}, {name}", kind, style, [_limited(row, measured)], [_limited(row, lag)], weight)
-            )
+        kind, (measured, lag) = _kind(row), _lags_of(row)
+        marker = ">" if math.isinf(measured) else "^" if math.isinf(lag) else "o"
+        style = ModelStyle(styles[kind].color, marker, "none")
+        series.append(Series(kind, kind, style, [_limited(row, measured)], [_limited(row, lag)]))
     x, y = (Axis(text, log=True, limits=(ends[0], ends[1])) for text in (label, "forecast (tokens)"))
     return Panel("", x, y, series, bands=[Band(ends, ends / 2, ends * 2, INK, 0.08)])
 
 
-def _lags_of(row: Row) -> tuple[float, ...]:
-    """The lag as measured, and its forecasts from the aged state and by energy."""
-    return measured_lag(row), *(row[keys[is_text(row)]] for keys in FORECASTS.values())
+def _lags_of(row: Row) -> tuple[float, float]:
+    """The lag as measured, and its forecast."""
+    return measured_lag(row), forecast_lag(row)
 
 
 def _kind(row: Row) -> str:

@@ -12,23 +12,18 @@ from halflife.analysis.forecast.recall import HALF_RECALLED
 from halflife.files import FORECAST_JSON, read_json, write_json, write_text
 from halflife.report.table import Table, show
 
-LAGS = (
-    "half_lag", "forecast_half_lag", "forgotten_lag", "forecast_forgotten_lag", "fade_lag", "fill_lag", "energy_lag",
-)  # fmt: skip
-# Name → the fields of its lag, for pairs and for texts.
-FORECASTS = {"aged state": ("forecast_half_lag", "forecast_forgotten_lag"), "energy": ("energy_lag", "energy_lag")}
+LAGS = ("half_lag", "forecast_half_lag", "forgotten_lag", "forecast_forgotten_lag", "fade_lag", "fill_lag")
 HEADINGS = (
-    "model", "seed", "task", "T", "pairs", "recall in T", "0, T later", "half-lag", "aged state", "octaves", "fades",
-    "fills", "energy", "octaves",
+    "model", "seed", "task", "T", "pairs", "recall in T", "0, T later", "half-lag", "forecast", "octaves", "fades",
+    "fills",
 )  # fmt: skip
 LEGEND = """recall in T: the report's accuracy in distribution, where all pairs and questions lie within T tokens.
 0, T later: the share of the pairs that a model recalls with no other token, and with T, between pairs and question.
-half-lag: the number of such tokens after which it recalls fewer than half. aged state, energy: forecasts of it.
-fades, fills: the half-lag if the pairs only fade, or if only other tokens fill the state. octaves: log2 of the ratio
-of forecast and half-lag."""
+half-lag: the number of such tokens after which it recalls fewer than half. forecast: of it. octaves: log2 of the ratio
+of forecast and half-lag. fades, fills: the half-lag if the pairs only fade, or if only other tokens fill the state."""
 TEXT_HEADINGS = (
-    "model", "seed", "T", "beginning", "read", "influence at 0, T", "forgotten", "aged state", "octaves", "fades",
-    "fills", "energy", "octaves",
+    "model", "seed", "T", "beginning", "read", "influence at 0, T", "forgotten", "forecast", "octaves", "fades",
+    "fills",
 )  # fmt: skip
 TEXT_LEGEND = """beginning: tokens at the start of a text. read: the tokens after it that the forecast reads.
 influence: how much the beginning's part of the state changes the prediction of a token, in nats, right after the
@@ -50,38 +45,36 @@ def measured_lag(row: Mapping[str, Any]) -> float:
     return row["forgotten_lag" if is_text(row) else "half_lag"]
 
 
-def log2_ratio(row: Mapping[str, Any], key: str) -> float | None:
-    """Return log2 of a forecast lag over the measured half-lag, which is the error of the forecast in octaves.
+def forecast_lag(row: Mapping[str, Any]) -> float:
+    """Return the forecast of `measured_lag`."""
+    return row["forecast_forgotten_lag" if is_text(row) else "forecast_half_lag"]
+
+
+def log2_ratio(row: Mapping[str, Any]) -> float | None:
+    """Return log2 of the forecast lag over the measured one, which is the error of the forecast in octaves.
 
     It is None if there is nothing to compare: the model never recalled half of the pairs, it forgot a text within the
     window, or it neither forgot nor was forecast to. If only one of the two lies beyond the longest lag, the longest
     lag stands for it, and the error is at least the result.
     """
-    lag = measured_lag(row)
-    unknown = is_text(row) and lag <= row["window"]
-    if unknown or has_not_learned(row) or (math.isinf(lag) and math.isinf(row[key])):
+    lags, longest = (measured_lag(row), forecast_lag(row)), float(row["lags"][-1])
+    unknown = is_text(row) and lags[0] <= row["window"]
+    if unknown or has_not_learned(row) or all(map(math.isinf, lags)):
         return None
-    longest = float(row["lags"][-1])
-    measured, forecast = (min(value, longest) for value in (lag, row[key]))
+    measured, forecast = (min(lag, longest) for lag in lags)
     return math.log2(max(forecast, 1) / max(measured, 1))
 
 
-def forecast_errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the errors of both forecasts in octaves.
-
-    Returns:
-        "aged state" and "energy" → "models", the number of models that were compared; "median" and "largest", of the
-        absolute errors; "bias", the median error. A forecast without a model to compare is omitted.
-    """
-    table = {}
-    for name, keys in FORECASTS.items():
-        errors = [error for row in models if (error := log2_ratio(row, keys[is_text(row)])) is not None]
-        if errors:
-            sizes = [abs(error) for error in errors]
-            table[name] = {
-                "models": len(errors), "median": median(sizes), "largest": max(sizes), "bias": median(errors)
-            }  # fmt: skip
-    return table
+def error_sentence(models: Sequence[Mapping[str, Any]]) -> str:
+    """Say how large the errors of the forecasts are, in octaves; "" if no model can be compared."""
+    errors = [error for row in models if (error := log2_ratio(row)) is not None]
+    if not errors:
+        return ""
+    sizes = [abs(error) for error in errors]
+    return (
+        f"{len(errors)} models, error {median(sizes):.2f} octaves in the median, at most {max(sizes):.2f} (median with "
+        f"its sign {median(errors):+.2f})."
+    )
 
 
 def forecast_tables(result: Mapping[str, Any]) -> Iterator[Table]:
@@ -91,12 +84,8 @@ def forecast_tables(result: Mapping[str, Any]) -> Iterator[Table]:
         (result.get("texts", []), TEXT_HEADINGS, 2, _text_cells, TEXT_LEGEND),
     ):
         if rows:
-            errors = (
-                f"{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
-                f"{errors['largest']:.2f} (median with its sign {errors['bias']:+.2f})."
-                for name, errors in forecast_errors(rows).items()
-            )
-            yield Table(headings, list(map(cells, rows)), "\n\n".join([*errors, legend]), left=headings[:left])
+            note = "\n\n".join(filter(None, (error_sentence(rows), legend)))
+            yield Table(headings, list(map(cells, rows)), note, left=headings[:left])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -105,7 +94,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     cells = [
         row["model"], _seed(row), row["task"], f"{row['train_length']:,}", str(row["num_pairs"]),
         "–" if (reported := row.get("reported")) is None else f"{100 * reported:.0f} %", f"{recalled} %",
-        _lag(row, "half_lag"),
+        _lag(row, row["half_lag"]),
     ]  # fmt: skip
     return [*cells, *_forecast_cells(row)]
 
@@ -152,7 +141,7 @@ def _text_cells(row: Mapping[str, Any]) -> list[str]:
     influences = ", ".join(f"{row['measured'][i]:.2g}" for i in (0, _at_train_length(row)))
     cells = [
         row["model"], _seed(row), f"{row['train_length']:,}", str(row["beginning"]), str(row["window"]),
-        influences, _lag(row, "forgotten_lag"),
+        influences, _lag(row, row["forgotten_lag"]),
     ]  # fmt: skip
     return [*cells, *_forecast_cells(row)]
 
@@ -163,18 +152,16 @@ def _at_train_length(row: Mapping[str, Any]) -> int:
 
 
 def _forecast_cells(row: Mapping[str, Any]) -> list[str]:
-    """The lags of both forecasts, each with its error in octaves."""
-    cells = []
-    for keys in ((FORECASTS["aged state"][is_text(row)],), ("fade_lag", "fill_lag", "energy_lag")):
-        error = log2_ratio(row, keys[-1])
-        cells += [*(_lag(row, key) for key in keys), "–" if error is None else f"{error:+.1f}"]
-    return cells
+    """The forecast with its error in octaves, and what it would be if one part alone aged."""
+    error = log2_ratio(row)
+    octaves = "–" if error is None else f"{error:+.1f}"
+    return [_lag(row, forecast_lag(row)), octaves, _lag(row, row["fade_lag"]), _lag(row, row["fill_lag"])]
 
 
-def _lag(row: Mapping[str, Any], key: str) -> str:
+def _lag(row: Mapping[str, Any], lag: float) -> str:
     if has_not_learned(row):
         return "–"
-    return f"> {row['lags'][-1]:,}" if math.isinf(row[key]) else f"{row[key]:,.0f}"
+    return f"> {row['lags'][-1]:,}" if math.isinf(lag) else f"{lag:,.0f}"
 
 
 def print_forecasts(result: Mapping[str, Any], details: bool) -> None:
