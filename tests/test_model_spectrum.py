@@ -289,7 +289,7 @@ def test_without_a_text(tmp_path, capsys):
     assert "median" not in out
     assert "base spectrum" in out
     assert "mamba2+post: taper up to 0.000" in out
-    drawn = ["spectrum", *(f"spectrum_{name}" for name in ("modes", "distribution", "heads", "taper"))]
+    drawn = ["spectrum", *(f"spectrum_{name}" for name in ("modes", "distribution", "taper"))]
     tables = ["decays.csv", "decays.json", "report.html"]
     names = [*tables, *(f"{name}.{kind}" for name in drawn for kind in ("png", "svg"))]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
@@ -373,7 +373,7 @@ def data(tmp_path):
 
 def test_figures_show_the_saved_numbers(data):
     figures = {figure.name: figure for figure in model_spectrum_figures.spectrum_figures(data)}
-    assert list(figures) == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_heads", "spectrum_taper"]
+    assert list(figures) == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_taper"]
     for figure in figures.values():
         draw(figure).canvas.draw()
     post = next(model for model in data["models"] if model["model"] == "mamba2+post")
@@ -396,7 +396,7 @@ def test_figures_show_the_saved_numbers(data):
 def test_figures_of_models_without_a_decay(data):
     nothing = {**data, "models": [model for model in data["models"] if not model["layers"]]}
     figures = model_spectrum_figures.spectrum_figures(nothing)
-    assert [one.name for one in figures] == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_heads"]
+    assert [one.name for one in figures] == ["spectrum", "spectrum_modes", "spectrum_distribution"]
     for figure in map(draw, figures):
         figure.canvas.draw()
         assert {text.get_text() for axes in figure.axes for text in axes.texts} == {"no layer with a decay"}

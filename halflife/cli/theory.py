@@ -12,7 +12,7 @@ MAX_CELLS = 16_000_000  # channels × length: some topics hold a number for each
 
 @dataclass(frozen=True, kw_only=True)
 class Theory(TheorySettings):
-    """Check claims of the papers against computed values: tables, theory.json, and a figure per topic.
+    """Check claims of the papers against computed values: tables, theory.json, and figures of curves.
 
     Topics of PoST's decay spectra:
       errors          how well N channels approximate t^−β on T tokens (Table 1)

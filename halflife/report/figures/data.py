@@ -1,4 +1,4 @@
-"""Figures as data: panels of curves, heat maps or images, independent of the library that draws them.
+"""Figures as data: panels of curves or heat maps, independent of the library that draws them.
 
 A data function returns a `FigureData`. `figures.matplotlib_renderer` draws it into a file, and `page.plotly_renderer`
 makes an interactive plot of it.
@@ -101,7 +101,6 @@ class Panel:
     bands: Sequence[Band] = ()
     equal: bool = False  # whether a unit has the same length on both axes
     named: bool = False  # whether the names of the series stand at the right ends of their lines
-    wide: bool = False  # whether it fills a row of the figure
 
     def ticks(self, name: Literal["x", "y"]) -> dict[float, str]:
         """The ticks of an axis with their labels; empty for a linear axis, on which every renderer has enough.
@@ -137,30 +136,6 @@ class HeatMap:
     columns: Sequence[str]
     rows: Sequence[str]
     cells: Sequence[Sequence[float]]
-    wide: bool = False
-
-
-@dataclass(frozen=True)
-class Image:
-    """Numbers as colours. All images of a figure share their colours."""
-
-    # title, x, y: as of a panel. The centres of cells are whole numbers from 0, and rows are counted downwards.
-    title: str
-    x: Axis
-    y: Axis
-    cells: np.ndarray  # `[rows, columns]`; cells that are NaN stay empty
-    series: Sequence[Series] = ()  # curves and dots above the image, in its coordinates
-    wide: bool = False
-
-
-@dataclass(frozen=True)
-class Colours:
-    """The scale of the colours of images: its label, its ends, and whether it is logarithmic."""
-
-    label: str
-    low: float
-    high: float
-    log: bool = False
 
 
 class Key(NamedTuple):
@@ -176,7 +151,7 @@ class FigureData:
 
     name: str  # the name of its file, and of its place in the page
     title: str  # its heading
-    panels: Sequence[Panel | HeatMap | Image | None]  # curves, heat maps or images, in rows; None leaves a place empty
+    panels: Sequence[Panel | HeatMap | None]  # curves or heat maps, in rows; None leaves a place empty
     description: str = ""  # what it shows, for readers of a page who cannot see it
     caption: str = ""  # how to read it, in a page
     columns: int = 3  # the largest number of panels in a row
@@ -184,14 +159,13 @@ class FigureData:
     missing: str = NO_DATA  # what a panel says that has nothing to show
     size: tuple[float, float] = (3.0, 3.0)  # width and height of a panel of curves, inches
     shared: bool = False  # whether all panels have the same y-axis, which is labelled at the left alone
-    colours: Colours | None = None  # the scale of images
 
     @property
     def legend(self) -> dict[str, Key]:
         """The look of each group of series, in order, and the other entries."""
         found: dict[str, Key] = {}
         for panel in self.panels:
-            for series in panel.series if isinstance(panel, Panel | Image) else ():
+            for series in panel.series if isinstance(panel, Panel) else ():
                 if series.group and (series.group not in found or series.weight == "thick"):
                     found[series.group] = Key(series.style, series.weight)
         return found | dict(self.keys)

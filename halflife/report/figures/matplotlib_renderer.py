@@ -12,17 +12,24 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import NullLocator, PercentFormatter
 
 from halflife.files import atomic_path
-from halflife.report.figures.cells import draw_heat_map, draw_image
-from halflife.report.figures.data import Axis, Colours, FigureData, HeatMap, Image, Panel, Series
+from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Series
 from halflife.report.figures.labels import label_point, name_lines, separate_labels
-from halflife.report.numbers import axis_number
-from halflife.report.style import PAGE_WIDTH, REFERENCE_LINE, ModelStyle, escape_formula, legend, note, styled
-from halflife.report.ticks import log_places
+from halflife.report.style import (
+    HEAT_COLOURS,
+    INK,
+    PAGE_WIDTH,
+    PAPER,
+    REFERENCE_LINE,
+    ModelStyle,
+    escape_formula,
+    legend,
+    note,
+    styled,
+)
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "thick": {}, "thin": {"linewidth": 0.7, "alpha": 0.5, "marker": ""}, "level": {"linewidth": 1.2},
@@ -50,7 +57,7 @@ def draw_pages(data: FigureData) -> list[Figure]:
     return [draw(page) for page in pages or [data]]
 
 
-def _height(data: FigureData, panel: Panel | HeatMap | Image | None) -> float:
+def _height(data: FigureData, panel: Panel | HeatMap | None) -> float:
     """The height of the row of a panel, inches."""
     if isinstance(panel, HeatMap):
         return 0.75 + 0.3 * len(panel.rows)
@@ -62,47 +69,27 @@ def draw(data: FigureData) -> Figure:
     """The figure as matplotlib draws it, with a legend below its panels."""
     data = data if any(data.panels) else replace(data, panels=[Panel(data.title, Axis(""), Axis(""), [])])
     columns = min(len(data.panels), data.columns)
-    wide = any(panel is not None and panel.wide for panel in data.panels)
-    columns = 2 if (len(data.panels), data.columns) == (4, 3) and not wide else columns  # two by two
-    rows = _rows(data.panels, columns)
+    columns = 2 if (len(data.panels), data.columns) == (4, 3) else columns  # two by two
+    rows = [data.panels[i : i + columns] for i in range(0, len(data.panels), columns)]
     heights = [max(_height(data, panel) for panel in row) for row in rows]
     figure = Figure(figsize=(_width(data, columns), sum(heights)))
     figure.set_layout_engine(
         "compressed" if any(isinstance(p, Panel) and p.equal for p in data.panels) else "constrained"
     )
-    cells = next((row for row in rows if isinstance(row[0], HeatMap) and not row[0].wide), [])
-    ratios = [len(panel.columns) for panel in cells if isinstance(panel, HeatMap)]
+    ratios = [len(panel.columns) for panel in rows[0] if isinstance(panel, HeatMap)]
     ratios = ratios if len(ratios) == columns else None
     grid = figure.add_gridspec(len(rows), columns, height_ratios=heights, width_ratios=ratios)
-    y, drawn = _shared_axis(data), {}
+    y = _shared_axis(data)
     for i, row in enumerate(rows):
         for j, panel in enumerate(row):
             if panel is not None:
-                axes = figure.add_subplot(grid[i, :] if panel.wide else grid[i, j])
-                drawn[axes] = _draw_panel(axes, replace(panel, y=y) if y else panel, data)
+                axes = figure.add_subplot(grid[i, j])
+                _draw_panel(axes, replace(panel, y=y) if y else panel, data)
                 if y and j:
                     axes.set_ylabel("")
                     axes.tick_params(labelleft=False)
-    if data.colours:
-        image = next(image for image in drawn.values() if image is not None)
-        bar = figure.colorbar(image, ax=list(drawn), label=data.colours.label, shrink=0.8)
-        if data.colours.log:
-            bar.set_ticks(log_places(data.colours.low, data.colours.high))
-        bar.formatter = FuncFormatter(lambda value, _: axis_number(value))
-        bar.ax.minorticks_off()
     legend(figure, [Line2D([], [], **_look(*key), label=escape_formula(name)) for name, key in data.legend.items()])
     return figure
-
-
-def _rows(panels: Sequence[Any], columns: int) -> list[list[Any]]:
-    """The panels of each row. A wide panel has a row of its own."""
-    rows: list[list[Any]] = []
-    for panel in panels:
-        wide = panel is not None and panel.wide
-        if not rows or wide or len(rows[-1]) == columns or (rows[-1][0] is not None and rows[-1][0].wide):
-            rows.append([])
-        rows[-1].append(panel)
-    return rows
 
 
 def _width(data: FigureData, columns: int) -> float:
@@ -127,8 +114,7 @@ def _shared_axis(data: FigureData) -> Axis | None:
     return replace(axis, limits=(low / 1.4, high * 1.4) if axis.log else (low - margin, high + margin))
 
 
-def _draw_panel(axes: Axes, panel: Panel | HeatMap | Image, data: FigureData) -> AxesImage | None:
-    """Draw a panel, and return its image if it is one."""
+def _draw_panel(axes: Axes, panel: Panel | HeatMap, data: FigureData) -> None:
     above, _, title = escape_formula(panel.title).rpartition("\n")
     axes.set_title("\n" * bool(above) + title, loc="left")
     if above:  # this line may extend over the panels to its right, and takes no width from them
@@ -136,15 +122,24 @@ def _draw_panel(axes: Axes, panel: Panel | HeatMap | Image, data: FigureData) ->
         text = axes.annotate(above, (0, 1), place, xycoords="axes fraction", textcoords="offset points", fontsize=9)
         text.set_in_layout(False)
     axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
-    if isinstance(panel, Image):
-        return draw_image(axes, panel, data.colours or Colours("", 0.0, 1.0))
     if isinstance(panel, HeatMap):
-        draw_heat_map(axes, np.array(panel.cells, dtype=float), panel.rows, panel.columns)
+        _draw_heat_map(axes, np.array(panel.cells, dtype=float), panel.rows, panel.columns)
     elif panel.series:
         _draw_curves(axes, panel)
     else:
         note(axes, data.missing)
-    return None
+
+
+def _draw_heat_map(axes: Axes, cells: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> None:
+    """Draw fractions `[rows, columns]` as coloured cells with percentages. Cells that are NaN stay empty."""
+    axes.imshow(cells, vmin=0, vmax=1, cmap=HEAT_COLOURS, aspect="auto")
+    axes.grid(visible=False)
+    axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=90 if max(map(len, columns)) > 5 else 0)
+    axes.set_yticks(range(len(rows)), list(map(escape_formula, rows)), fontsize=7)
+    for (i, j), value in np.ndenumerate(cells):
+        if math.isfinite(value):
+            colour = PAPER if value > 0.55 else INK
+            axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
 
 
 def _look(style: ModelStyle, weight: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Figures of trained models' decay spectra, from the contents of `decays.json`: time-scales, modes, tapers.
 
-`distributions` and `heads` show how models distribute their channels over time-scales (PoST, Figures 1 and 2). All
-functions take what `analysis.survey.measure_models` returns.
+`distributions` shows how models distribute their channels over time-scales (PoST, Figure 1). All functions take what
+`analysis.survey.measure_models` returns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from halflife.report.figures.data import (
     FASTEST,
     SLOWEST,
     Axis,
-    Colours,
     FigureData,
-    Image,
     Key,
     Panel,
     Reference,
@@ -44,7 +42,7 @@ NUM_POINTS = 200  # of a density
 
 def spectrum_figures(data: Data) -> list[FigureData]:
     """All figures of this module; that of tapers only if a layer has one."""
-    figures = [timescales(data), modes(data), distributions(data), heads(data)]
+    figures = [timescales(data), modes(data), distributions(data)]
     has_taper = any("taper" in layer for model in data["models"] for layer in model["layers"])
     return [*figures, tapers(data)] if has_taper else figures
 
@@ -192,21 +190,6 @@ def density(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x = np.linspace(logs.min() - 3 * width, logs.max() + 3 * width, NUM_POINTS)
     heights = np.exp(-0.5 * ((x[:, None] - logs) / width) ** 2) / (width * math.sqrt(2 * math.pi))
     return x, heights.mean(1)
-
-
-def heads(data: Data) -> FigureData:
-    """The base time-scale (tokens, log colours) of every channel, in the model's order: an image for each model."""
-    panels, ends = [], []
-    for model in data["models"]:
-        rows = [10 ** _log_timescales(layer) for layer in model["layers"]]
-        if rows:
-            longest = max(map(len, rows))
-            cells = np.stack([np.pad(row, (0, longest - len(row)), constant_values=np.nan) for row in rows])
-            ticks = {i: str(layer["layer"]) for i, layer in enumerate(model["layers"])}
-            panels.append(Image(model["model"], Axis(model["channels"]), Axis("layer", ticks=ticks), cells))
-            ends += [np.nanmin(cells), np.nanmax(cells)]
-    colours = Colours("time-scale (tokens)", min(ends), max(ends), log=True) if ends else None
-    return FigureData("spectrum_heads", "Heads", panels, missing=MISSING, size=(2.4, 2.2), colours=colours)
 
 
 def _log_timescales(layer: Data) -> np.ndarray:
