@@ -65,7 +65,8 @@ def beside_state(x):
     """Convert an operand of a product with a state: float16 becomes float32, for its range."""
     if x.dtype == tl.float16:
         return x.to(tl.float32)
-    return x
+    else:  # the compiler takes a return behind the branch too, and refuses two types
+        return x
 
 
 @triton.jit
