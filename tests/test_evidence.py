@@ -131,27 +131,6 @@ def test_the_steps_until_a_model_has_learned():
     assert koopman_powers.steps_until_learned(runs) == [200, None, None]
 
 
-def test_a_table_of_the_map_says_which_model_has_not_learned_its_cell():
-    rows = [
-        {"model": model, "seed": seed, "selected": True, "test": test, "accuracy": level - seed / 100}
-        for model, level in (("K0:h4", 0.5), ("K1:h4", 1.0), ("K1:h9", 0.95)) for seed in (0, 1)
-        for test in ("in_distribution", "capacity")
-    ]  # fmt: skip
-    steps = {"K0:h4": [None, 1200], "K1:h4": [100, 200], "K1:h9": [600, 600]}
-    first = koopman_powers.table(rows, ["h4", "h9"], steps).splitlines()
-    assert first[0] == "| model | h4 | h9 |"
-    assert first[2:] == ["| `K0` | 49.5 (never, 1,200) | – |", "| `K1` | 99.5 (100, 200) | 94.5 (600, 600) |"]
-    more = koopman_powers.table(rows, ["h9", "h4"], steps, "capacity").splitlines()
-    assert more[2:] == ["| `K0` | – | not learned |", "| `K1` | 94.5 (95.0, 94.0) | 99.5 (100.0, 99.0) |"]
-
-
-def test_a_control_stands_in_the_cell_of_its_base():
-    name = "gated_deltanet:h4@state(K1:h4)"
-    rows = [{"model": name, "seed": 0, "selected": True, "test": "in_distribution", "accuracy": 1.0}]
-    table = koopman_powers.table(rows, ["h4"], {name: [100]})
-    assert table.splitlines()[2] == "| `gated_deltanet@state(K1)` | 100.0 (100) |"
-
-
 def test_the_map_is_drawn_with_empty_cells():
     panels = {"before": {"K1": {"h1": 1.0, "h4": 0.34}}, "after": {"attention": {"h4": 0.25}, "K1": {"h1": 0.5}}}
     before, after = draw(power_map(panels)).axes
@@ -255,14 +234,11 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
     )
     rows = compare.run_comparison(folder, show=False)
     assert {row["model"] for row in rows} == set(models)
-    summary = (folder / "summary.md").read_text()
-    assert all(f"| {model} |" in summary for model in models)
     if name == "koopman-powers":
         assert (folder / "figures" / "powers.png").exists()
-        assert "| model | h2 | l3-masked |" in summary  # the table of what was trained
         assert json.loads((folder / "powers.json").read_text())["steps"] == {model: [None] for model in models}
     if name.endswith("text"):
-        assert "| perplexity of the last T of | 16 | 32 |" in summary
+        assert "| perplexity of the last T of | 16 | 32 |" in (folder / "summary.md").read_text()
         lengths = list(csv.DictReader((folder / "lengths.csv").read_text().splitlines()))
         assert {(row["model"], row["length"]) for row in lengths} >= {
             (model, n) for model in models for n in ("16", "32")

@@ -9,7 +9,7 @@ from helpers import assert_raises
 
 from halflife import LanguageModel
 from halflife.lab.experiments import EXPERIMENTS, compare, paper_experiments
-from halflife.lab.experiments.mqar import STATES, PostMQAR, selections
+from halflife.lab.experiments.mqar import STATES, PostMQAR
 from halflife.runs.sweep import Cell
 from halflife.tasks import build
 from halflife.training.checkpoints import CheckpointStore
@@ -223,16 +223,6 @@ def test_embedding_dropout_acts_in_training_alone():
     assert_raises(ValueError, "embedding_dropout", dataclasses.replace, config, embedding_dropout=1.0)
 
 
-def test_selection_on_the_tests_flatters():
-    def row(rate, accuracy, selected):
-        return {
-            "model": "a", "learning_rate": rate, "seed": 0, "selected": selected, "test": "capacity", "length": 8,
-            "accuracy": accuracy,
-        }  # fmt: skip
-
-    assert "| a | 60.0 | 80.0 |" in selections([row(1e-3, 0.6, True), row(1e-2, 0.8, False)])
-
-
 @pytest.mark.slow
 def test_it_starts(tmp_path):
     """Three steps of the smallest scale, with the paper's schedule."""
@@ -243,4 +233,3 @@ def test_it_starts(tmp_path):
     )  # fmt: skip
     rows = compare.run_comparison(folder, show=False)
     assert {row["test"] for row in rows} == {"in_distribution", "capacity", "persist"}
-    assert "rate selected by validation" in (folder / "summary.md").read_text()

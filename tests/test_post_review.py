@@ -77,7 +77,6 @@ def test_fits_find_the_law_of_the_errors(law, found):
     assert -slope == pytest.approx(1.5 if found == "N / log t" else 0.7, rel=1e-6)
     other = ({*fits} - {found, "both"}).pop()
     assert fits[found]["explained"] > 1 - 1e-9 > fits[other]["explained"]
-    assert "1.50 [1.50, 1.50]" in post_review.fit_table({"x": {"all t": fits}}) or found == "N / log T"
 
 
 def test_errors_that_say_nothing_are_left_out():
@@ -87,7 +86,6 @@ def test_errors_that_say_nothing_are_left_out():
     points = list(post_review.points(rows(lambda n, train, t: 0.3), 1 / 100))  # errors of 0.74, where a guess has 0.75
     assert all(one["guess"] for one in points)
     assert post_review.fits(points) == {}
-    assert "| `mamba2:frozen` | 2 | 16 | 74.1 | 74.1 | 74.1 | – |" in post_review.error_table(points)
 
 
 def test_the_jacobian_of_fixed_decays():
@@ -166,9 +164,6 @@ def test_three_steps(tmp_path):
         models, experiment="post-review", settings=tiny, learning_rates=[1e-3], output=tmp_path / "run"
     )
     compare.run_comparison(folder, show=False)
-    summary = (folder / "summary.md").read_text()
-    assert "| model | N | T | t = 16 | t = 32 | t = 64 |" in summary
-    assert "| `mamba2:frozen:4x16` |" in summary
     data = json.loads((folder / "post_review.json").read_text())
     assert len(data["points"]) == 4 * 3
     assert {run["model"] for run in data["stability"].values()} == set(models)

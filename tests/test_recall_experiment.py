@@ -15,7 +15,7 @@ from halflife.lab.experiments.recall import grid, recall_model
 from halflife.models import LanguageModel
 from halflife.report.figures.comparison import recall
 from halflife.report.figures.matplotlib_renderer import draw
-from halflife.report.markdown import in_distribution, percent
+from halflife.report.markdown import percent
 from halflife.report.redraw import run_figures, save_figures
 from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables, levels, summarise
@@ -292,27 +292,3 @@ def test_transfer_stands_beside_the_paper():
     lengths = [cells(line)[0] for line in two.splitlines() if line.startswith("| ")]
     assert lengths == ["length", "64", "4,096"]
     assert cells(two.splitlines()[-1])[1:4] == [f"{x:.1f}" for x in TABLE_2[4096]]
-
-
-def test_learning_reads_the_validation_on_the_way(tmp_path):
-    folder = tmp_path / "mamba2" / "lr0.01-seed0"
-    folder.mkdir(parents=True)
-    lines = [{"step": 100, "loss": 2.0}, *({"step": s, "validation_accuracy": s / 1000} for s in (100, 200, 600))]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = echo_tables.learning(tmp_path, [row(test="capacity"), row(test="persist")])
-    assert cells(table.splitlines()[0]) == [
-        "model", *(f"step {s}" for s in (100, 200, 300, 400, 600)), "capacity 64",
-    ]  # fmt: skip
-    assert cells(table.splitlines()[-1]) == ["mamba2", "10.0", "20.0", "nan", "nan", "60.0", "50.0"]
-
-
-def test_models_are_listed_with_their_sizes():
-    table = in_distribution([row(seed=s, accuracy=s / 10) for s in (1, 2)])
-    assert cells(table.splitlines()[-1]) == ["mamba2", "1,000", "64", "15.0 (10.0, 20.0)"]
-
-
-def test_a_test_that_repeats_the_scores_in_distribution_has_no_column():
-    tests = {("capacity", 64): 0.5, ("in_distribution", 64): 0.5, ("persist", 64): 0.4, ("capacity", 128): 0.5}
-    rows = [row(test=test, length=length, accuracy=x) for (test, length), x in tests.items()]
-    heading = cells(in_distribution(rows).splitlines()[0])
-    assert heading == ["model", "parameters", "state", "in_distribution 64", "persist 64", "capacity 128"]

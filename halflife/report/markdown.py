@@ -8,27 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from halflife.report.intervals import with_seeds
-from halflife.report.table import Table
-from halflife.runs.records import repeated_tests
 
 Rows = Sequence[Mapping[str, Any]]  # of `results.csv`
-
-
-def in_distribution(rows: Rows) -> str:
-    """A table with one row for each model: parameters, state size, and accuracy on every test and length.
-
-    A test whose scores are those in distribution again has no column.
-    """
-    repeated = repeated_tests(rows)
-    tests = [key for key in dict.fromkeys((r["test"], r["length"]) for r in rows) if key not in repeated]
-    heading = ["model", "parameters", "state", *(f"{test} {length}" for test, length in tests)]
-    table = []
-    for model in models(rows):
-        of_model = [r for r in rows if r["model"] == model]
-        sizes = [f"{of_model[0]['parameters']:,}", f"{of_model[0]['state_size']:,}"]
-        cells = [percent([r for r in of_model if (r["test"], r["length"]) == key]) for key in tests]
-        table.append([model, *sizes, *cells])
-    return Table(heading, table).markdown()
 
 
 def models(rows: Rows) -> list[str]:

@@ -8,10 +8,10 @@
 | language run | `run.json`, `versions.json`, `metrics.jsonl`            | a model, `result.json`, `samples.txt`,      |
 |              |                                                         | `spectrum.json`, `report.html`, `figures/`  |
 | comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `timescales.csv`,            |
-|              | (`cell_folder`)                                         | `summary.md`, `report.html`, `figures/`     |
-| grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, `lengths.csv` and    |
-|              |                                                         | `results.json`; for 8 rows of the Decay     |
-|              |                                                         | paper's grid, `decay_regression.json`       |
+|              | (`cell_folder`)                                         | `report.html`, `figures/`                   |
+| grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, `lengths.csv`,       |
+|              |                                                         | `summary.md`, `results.json`; for 8 rows of |
+|              |                                                         | the Decay paper, `decay_regression.json`    |
 
 A run in progress also has `checkpoints/`, whose folders count when they contain `complete.json`. `files.py` names the
 files that lower parts of the package write (`run.json`, `metrics.jsonl`, …), and this module the others. `folder_kind`

@@ -190,15 +190,19 @@ class Experiment:
         """The settings that a comparison was run with, from its `config.json`."""
         return self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
 
+    def write_data(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write what the experiment measures beside the rows of `results.csv`. By default that is nothing."""
+
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Tables and verdicts in Markdown, from the folder and the rows of `results.csv`; "" for none."""
+        """Tables beside those of a paper in Markdown, from the folder and the rows of `results.csv`; "" for none."""
         return ""
 
     def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the figures, `report.html` and `summary.md` of a comparison."""
+        """Write the data, figures, `report.html` and, if there is one, `summary.md` of a comparison."""
         from halflife.report.redraw import write_report
 
-        summary = self.summary(folder, rows)  # first, because it may write data that a figure shows
+        self.write_data(folder, rows)  # first, because a figure may show it
+        summary = self.summary(folder, rows)
         write_report(folder)
         if summary:
             write_text(folder / SUMMARY_MD, summary)

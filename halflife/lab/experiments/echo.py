@@ -248,6 +248,3 @@ class EchoAblations(EchoMQAR):
 
     scales: ClassVar = {name: EchoMQAR.scales[name] for name in ("smoke", "small")}
     models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)
-
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return echo_tables.learning(folder, rows)

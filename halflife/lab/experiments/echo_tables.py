@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from halflife.files import METRICS_JSONL, read_metrics
 from halflife.report.markdown import Rows, models, percent
 from halflife.report.table import Table
-from halflife.runs.sweep import Cell
 
 COLUMNS = ("SSM", "SSM+Attn", "SSM+SKA")  # models of the paper
 # Table 3: means over lengths and KV, percent.
@@ -37,27 +31,6 @@ def transfer(rows: Rows) -> str:
         "### Table 2: needle in a haystack, one pair, percent",
         _beside("length", by_length, models(rows)),
     ])  # fmt: skip
-
-
-def learning(folder: Path, rows: Rows) -> str:
-    """One row per model: validation accuracy during training, and the tests at the end, in percent."""
-    steps = [100, 200, 300, 400, 600]
-    tests = [key for key in dict.fromkeys((r["test"], r["length"]) for r in rows) if key[0] != "persist"]
-    heading = ["model", *(f"step {step}" for step in steps), *(f"{test} {length}" for test, length in tests)]
-    table = []
-    for model in models(rows):
-        own = [r for r in rows if r["model"] == model and r["selected"]]
-        runs = {Cell(model, r["learning_rate"], r["seed"]) for r in own}
-        curves = [_validation(folder / cell.folder) for cell in runs]
-        early = [f"{100 * fmean(curve[step] for curve in curves):.1f}" for step in steps]
-        table.append([model, *early, *(percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests)])
-    return Table(heading, table).markdown()
-
-
-def _validation(folder: Path) -> dict[int, float]:
-    """Step → validation accuracy of a run; NaN at other steps."""
-    lines = [line for line in read_metrics(folder / METRICS_JSONL) if "validation_accuracy" in line]
-    return defaultdict(lambda: math.nan, {line["step"]: line["validation_accuracy"] for line in lines})
 
 
 def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], names: list[str]) -> str:

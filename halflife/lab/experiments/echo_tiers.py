@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, TaskSettings
@@ -13,7 +12,6 @@ from halflife.lab.experiments.echo import with_shared_features
 from halflife.models import ModelConfig, preset
 from halflife.models.presets.modifiers import SKA_PAPER
 from halflife.registry import check_choice
-from halflife.report.markdown import Rows, in_distribution
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import TASKS
@@ -122,6 +120,3 @@ class EchoTiers(Experiment):
         own = {**printed, "mode": "masked", "num_heads": heads, "rank": settings.rank, **options}
         hybrid = {"mixer": "ska", "options": own, "layers": [depth - 2, depth - 1]}
         return with_shared_features(dataclasses.replace(config, hybrid={**hybrid, "attach": "beside"}))
-
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return in_distribution(rows)

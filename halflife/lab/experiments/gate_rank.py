@@ -173,8 +173,9 @@ class GateRankS5(Experiment):
         sizes = MQARSettings(**settings.shared_with(MQARSettings), vocab_size=vocab_size)
         return _with(mqar_model(base, sizes), name, options)
 
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return gate_rank_tables.tracking(folder, rows)
+    def write_data(self, folder: Path, rows: Rows) -> None:
+        gate_rank_tables.write_positions(folder)
+        gate_rank_tables.write_gates(folder)
 
 
 @EXPERIMENTS.add("gate-rank-mqar")
@@ -202,8 +203,8 @@ class GateRankMQAR(MQARExperiment):
         rows = "state_size" if "state_size" in config.mixer_options else "head_dim"
         return _with(config, name, {rows: 2 * config.mixer_options[rows]})
 
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return gate_rank_tables.recall(folder, rows)
+    def write_data(self, folder: Path, rows: Rows) -> None:
+        gate_rank_tables.write_gates(folder)
 
 
 # With one answer per sequence, recall is learned slowly. Half of each batch is therefore MQAR with the same ids, which
@@ -239,5 +240,5 @@ class GateRankNIAH(RecallExperiment):
         sizes = MQARSettings(**settings.shared_with(MQARSettings), vocab_size=128)
         return _with(mqar_model(base, sizes), name, options)
 
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return gate_rank_tables.recall(folder, rows)
+    def write_data(self, folder: Path, rows: Rows) -> None:
+        gate_rank_tables.write_gates(folder)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS, SKA_CHUNK, Experiment, ExperimentSettings, TaskSettings
 from halflife.layers import LAYERS
 from halflife.models import ModelConfig, preset
 from halflife.registry import taken, unknown
-from halflife.report.markdown import Rows, in_distribution, models
-from halflife.report.table import Table
 from halflife.runs.records import LAG
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
@@ -85,9 +81,6 @@ class MQARExperiment(Experiment):
         if isinstance(settings, MQARSettings) and not settings.pairs:
             raise ValueError("pairs needs at least one number of key-value pairs; got none")
         return settings
-
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return in_distribution(rows)
 
     def build_cell(self, settings: MQARSettings, cell: Cell) -> RunConfig:
         length, largest = settings.train_length, settings.train_length // 4
@@ -180,7 +173,7 @@ class PostMQAR(MQARExperiment):
     are those of the released configuration.
 
     Departures: examples are drawn anew in each epoch. Weights other than embeddings start as ours. The learning rate is
-    selected, and not the checkpoint as in the paper. `summary.md` has the rates that validation and the tests select.
+    selected, and not the checkpoint as in the paper.
     """
 
     scales: ClassVar = {
@@ -201,23 +194,3 @@ class PostMQAR(MQARExperiment):
             hidden_size, num_heads = STATES[state]
             settings = dataclasses.replace(settings, hidden_size=hidden_size, num_heads=num_heads)
         return dataclasses.replace(mqar_model(base, settings), name=name)
-
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return f"{super().summary(folder, rows)}\n\n{selections(rows)}"
-
-
-def selections(rows: Rows) -> str:
-    """The mean accuracy of `capacity`, percent, at the rate that validation selects and at the rate that is best in it.
-
-    The paper selects on its tests. The difference is what that adds.
-    """
-    table = []
-    for model in models(rows):
-        own = [row for row in rows if row["model"] == model and row["test"] == "capacity"]
-        scores = dict.fromkeys(dict.fromkeys(row["learning_rate"] for row in own), 0.0)
-        for rate in scores:
-            scores[rate] = 100 * fmean(row["accuracy"] for row in own if row["learning_rate"] == rate)
-        chosen = [scores[row["learning_rate"]] for row in own if row["selected"]]
-        if chosen:
-            table.append([model, f"{chosen[0]:.1f}", f"{max(scores.values()):.1f}"])
-    return Table(["model", "rate selected by validation", "rate selected by the tests"], table).markdown()

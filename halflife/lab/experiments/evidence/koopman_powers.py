@@ -22,9 +22,8 @@ from halflife.models import ModelConfig
 from halflife.models.controls import split_control
 from halflife.ops import koopman_attention
 from halflife.registry import unknown
-from halflife.report.intervals import LEARNED, has_learned, in_percent
-from halflife.report.markdown import Rows, in_distribution, models, percent
-from halflife.report.table import Table
+from halflife.report.intervals import LEARNED
+from halflife.report.markdown import Rows, models
 from halflife.runs.folder import FIGURES, read
 from halflife.runs.records import Training
 from halflife.runs.sweep import Cell
@@ -204,47 +203,16 @@ class KoopmanPowers(MQARExperiment):
         plain = mqar_model("gated_deltanet", settings)
         return dataclasses.replace(plain, name=name, mixer="ska", mixer_options=options)
 
-    def summary(self, folder: Path, rows: Rows) -> str:
+    def write_data(self, folder: Path, rows: Rows) -> None:
         from halflife.report.figures.matplotlib_renderer import save
 
-        cells = dict.fromkeys([*UNTRAINED, *(trained := _axes(rows)[1])])
+        cells = dict.fromkeys([*UNTRAINED, *_axes(rows)[1]])
         found = {cell: untrained(MapCell.parse(cell)) for cell in cells}
         run = read(folder)
         steps = {model: steps_until_learned(run.trainings_of(model)) for model in models(rows)}
         write_json(folder / "powers.json", {"untrained": found, "steps": steps})
         if models(rows):
             save(picture(rows, found), folder / FIGURES, "powers")
-        reads = [[name, *(f"{100 * found[cell][name]:.1f}" for cell in cells)] for name in READS]
-        return "\n\n".join([
-            f"### Accuracy in distribution, percent, and the steps until a validation reached {LEARNED:.0%}, by seed",
-            table(rows, trained, steps),
-            "### Before training, share of answers recalled, percent", Table(["read", *cells], reads).markdown(),
-            "### All tests, percent", in_distribution(rows),
-        ])  # fmt: skip
-
-
-def table(
-    rows: Rows, cells: Sequence[str], steps: Mapping[str, Sequence[int | None]], test: str = "in_distribution"
-) -> str:
-    """Accuracies in percent as Markdown: means, 95 % intervals, and on other tests than the first every seed.
-
-    Args:
-        rows: the rows of `results.csv`.
-        cells: the columns.
-        steps: model → what `steps_until_learned` returns, which accuracies in distribution have in brackets.
-        test: in_distribution; or capacity or persist, where a model that has not learned its cell has no accuracy.
-    """
-
-    def write(kind: str, cell: str) -> str:
-        trained, tested = _of(rows, kind, cell, "in_distribution"), _of(rows, kind, cell, test)
-        accuracies = [row["accuracy"] for row in trained]
-        if trained and test == "in_distribution":
-            reached = ["never" if step is None else f"{step:,}" for step in steps[trained[0]["model"]]]
-            return f"{in_percent(accuracies)} ({', '.join(reached)})"
-        return "not learned" if tested and not has_learned(accuracies) else percent(tested)
-
-    lines = [[f"`{kind}`", *(write(kind, cell) for cell in cells)] for kind in _axes(rows)[0]]
-    return Table(["model", *cells], [line for line in lines if set(line[1:]) != {"–"}]).markdown()
 
 
 def picture(rows: Rows, found: Mapping[str, Mapping[str, float]]) -> FigureData:

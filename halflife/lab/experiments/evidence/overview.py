@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS
 from halflife.lab.experiments.echo import EchoMQAR, EchoMQARSettings
 from halflife.lab.experiments.recall import RecallExperiment, RecallSettings
 from halflife.models import ModelConfig
-from halflife.report.markdown import Rows, in_distribution
 
 MODELS = (
     "mamba2", "mamba3", "mamba3_mimo", "mamba3_echo", "rwkv7", "gated_deltanet", "deltaproduct", "deltanet", "kda",
@@ -64,6 +62,3 @@ class Overview(RecallExperiment):
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         """The models of the MQAR experiments: states of d²/h numbers per layer, and no MLP."""
         return EchoMQAR().model(name, EchoMQARSettings(**settings.shared_with(EchoMQARSettings), vocab_size=128))
-
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return in_distribution(rows)

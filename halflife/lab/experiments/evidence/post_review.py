@@ -20,7 +20,6 @@ from halflife.lab.experiments.mqar import LARGE_RATES, MQARExperiment, MQARSetti
 from halflife.models import ModelConfig, checkpoint
 from halflife.registry import check_choice
 from halflife.report.markdown import Rows
-from halflife.report.table import Table
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import build
@@ -152,18 +151,11 @@ class PostReview(MQARExperiment):
             with_part(dataclasses.replace(config, mixer_options=options), name, part, train), name=name
         )
 
-    def summary(self, folder: Path, rows: Rows) -> str:
+    def write_data(self, folder: Path, rows: Rows) -> None:
         file, examples = folder / RESULT, self.saved_settings(folder).test_examples
         known = read_json(file)["stability"] if file.exists() else {}
         found = list(points(rows, 1 / examples))
-        data = {"points": found, "fits": fits(found), "stability": stability(folder, rows, known)}
-        write_json(file, data)
-        return "\n\n".join([
-            "### Error of retention, percent, by position", error_table(found),
-            "### Logarithm of the error, fitted over N, T and t", fit_table(data["fits"]),
-            "### Stability: what is left at 2t of a disturbance of the state at t, and gradient norms",
-            stability_table(data["stability"]),
-        ])  # fmt: skip
+        write_json(file, {"points": found, "fits": fits(found), "stability": stability(folder, rows, known)})
 
 
 def lengths(pairs: int, train: int) -> list[int]:
@@ -249,55 +241,3 @@ def _measured(path: Path, row: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
         else [],
         "gradients": [gradient_norms(model, batch).to_dict() for batch in batches],
     }
-
-
-def error_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each model of each cell, a column for each position."""
-    columns = sorted({one["t"] for one in found})
-    errors = {(one["model"], one["N"], one["T"], one["t"]): 100 * one["error"] for one in found}
-    names = dict.fromkeys((one["model"], one["N"], one["T"]) for one in found)
-    rows = [
-        [
-            f"`{model}`",
-            n,
-            train,
-            *(f"{errors[model, n, train, t]:.1f}" if (model, n, train, t) in errors else "–" for t in columns),
-        ]
-        for model, n, train in names
-    ]
-    return Table(["model", "N", "T", *(f"t = {t:,}" for t in columns)], rows).markdown()
-
-
-def fit_table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """The coefficients −c with their intervals, and the part of the variance of left-out errors that they explain."""
-    rows = []
-    for model, ranges in found.items():
-        for name, laws in ranges.items():
-            for predictors, fit in laws.items():
-                slopes = zip(fit["coefficients"][1:], fit["low"][1:], fit["high"][1:], strict=True)
-                written = "; ".join(f"{-c:.2f} [{-high:.2f}, {-low:.2f}]" for c, low, high in slopes)
-                rows.append([f"`{model}`", name, predictors, fit["rows"], written, f"{fit['explained']:.0%}"])
-    return Table(["model", "t", "log error falls with", "errors", "c", "explained"], rows).markdown()
-
-
-def stability_table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The first and the last position of each run, and the gradient norms of the shortest and of the longest test."""
-    rows = []
-    for run in found.values():
-        ends = [run["positions"][0], run["positions"][-1]] if run["positions"] else []
-        first, last = run["gradients"][0], run["gradients"][-1]
-        cells = (
-            "; ".join(f"{one[name]:.3g} (t = {one['position']:,})" for one in ends) or "–"
-            for name in ("step", "octave", "response")
-        )
-        gradients = (f"{first[name]:.2g}; {last[name]:.2g}" for name in ("parameters", "facts"))
-        rows.append([f"`{run['model']}`", *cells, *gradients])
-    headings = [
-        "model",
-        "largest λ",
-        "largest product of λ to 2t",
-        "left in the whole model",
-        "gradient",
-        "gradient at the facts",
-    ]
-    return Table(headings, rows).markdown()
