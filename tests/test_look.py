@@ -362,19 +362,13 @@ def test_the_command(tmp_path, capsys):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name}: the state <decays>.\n")
     arguments = [str(tmp_path / "model"), "--text", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--device", "cpu"]
-    main(["look", *arguments, "--heads", "1.0", "--exact", str(tmp_path / "exact.npz")])
+    main(["look", *arguments, "--heads", "1.0"])
     page = (tmp_path / "model" / "look.html").read_text()
     data, _ = stored(page)
     assert "".join(data["tokens"]) == "a: the state <decays>.\nb: the state <decays>.\n"
     assert data["documents"] == [0, 23]
     assert len(page) < LARGEST_PAGE
     assert "gate rank" in capsys.readouterr().out
-    with np.load(tmp_path / "exact.npz", allow_pickle=False) as exact:
-        assert exact["1.0.weights"].shape == (46, 46)
-        assert not exact["1.0.left"][23:, :23].any()
-    with pytest.raises(SystemExit):
-        main(["look", *arguments, "--exact", str(tmp_path / "exact.npz")])
-    assert "--heads names" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variable", [None, "DISPLAY", "HALFLIFE_OPEN", "CI", "SSH_CONNECTION", "tty"])

@@ -49,8 +49,6 @@ class Look:
     """Name or folder of a tokenizer of transformers. Default: the one beside the model, or bytes."""
     output: Path | None = None
     """The page to write. Default: look.html in the folder, or look-<owner>--<name>.html for the hub."""
-    exact: Path | None = None
-    """Also write the exact numbers of the heads named by --heads to this .npz file."""
     picture: Path | None = None
     """Also write a picture of the slowest, the median and the fastest head at the last token, .png or .svg."""
     film: Path | None = None
@@ -64,7 +62,6 @@ class Look:
 
     def run(self) -> None:
         from halflife.analysis.look.foreign import has_readings
-        from halflife.analysis.look.tables import write_exact
         from halflife.cli.options import default_device, open_page, progress_bar
         from halflife.extras import require
         from halflife.models.load import checkpoints
@@ -74,8 +71,6 @@ class Look:
 
         if self.tokens is not None and self.tokens < 2:
             raise ValueError(f"a lens needs 2 tokens or more; got --tokens {self.tokens}")
-        if self.exact is not None and not self.heads:
-            raise ValueError("--exact writes the numbers of the heads that --heads names, as --heads 0.3 2.1")
         if self.picture or self.film:
             require("--picture and --film", "matplotlib", "PIL")
             from halflife.report.look_picture import check_suffixes
@@ -97,9 +92,6 @@ class Look:
         print(look_table(lens).terminal())
         if len(found) > 1 and self.model is None:
             print(f"This is {label}. Others, with --model: {', '.join(other for other in found if other != label)}.")
-        if self.exact is not None:
-            write_exact(lens, chosen, self.exact)
-            print(f"written: {self.exact}")
         if self.picture is not None:
             print(f"written: {lens.picture(self.picture)}")
         if self.film is not None:

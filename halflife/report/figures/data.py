@@ -100,7 +100,6 @@ class Panel:
     references: Sequence[Reference] = ()
     bands: Sequence[Band] = ()
     equal: bool = False  # whether a unit has the same length on both axes
-    named: bool = False  # whether the names of the series stand at the right ends of their lines
 
     def ticks(self, name: Literal["x", "y"]) -> dict[float, str]:
         """The ticks of an axis with their labels; empty for a linear axis, on which every renderer has enough.

@@ -1,20 +1,14 @@
-"""Labels of points and names of lines that do not cover each other."""
+"""Labels of points that do not cover each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox, BboxBase
 
-from halflife.report.figures.data import Series
-from halflife.report.style import escape_formula
-
-NAME_GAP = 0.055  # between names of lines, as a fraction of the panel's height, which has room for about 17 names
 MARKER_HALF_SIZE = 4.0  # half the size of a marker, points
 # Where a label may stand: its offset from the point in points, and its alignment.
 PLACES = (
@@ -54,46 +48,3 @@ def _place(label: Annotation, taken: Sequence[Bbox], inside: BboxBase) -> Bbox |
         if fits and not any(box.overlaps(other) for other in taken):
             return box
     return None
-
-
-def name_lines(axes: Axes, lines: Sequence[Series]) -> None:
-    """Write the names of lines beside the right end of the panel, without overlaps. Series of dots have none.
-
-    The scale and the limits of the y-axis are set before.
-    """
-    named = [line for line in lines if line.weight in ("line", "bar")]
-    y = axes.transData.transform([(1, line.y[-1]) for line in named])[:, 1]
-    ends = [float(end) for end in axes.transAxes.inverted().transform([(0, each) for each in y])[:, 1]]
-    beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
-    for line, at, moved in zip(named, ends, apart(ends, min(NAME_GAP, 0.95 / len(ends))), strict=True):
-        colour = line.style.color
-        axes.add_line(Line2D([1, 1.04], [at, moved], color=colour, linewidth=0.8, **beside))
-        axes.add_line(Line2D([1.055], [moved], color=colour, marker=line.style.marker or "_", **beside))
-        where: dict[str, Any] = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False}
-        axes.annotate(escape_formula(line.name), (1.075, moved), fontsize=8, **where)
-
-
-def apart(positions: list[float], gap: float) -> list[float]:
-    """Move positions between 0 and 1 so that neighbours are at least `gap` apart. Their order stays the same.
-
-    Of equal positions, later ones move down. Positions that are too close form a group around their mean, inside
-    [0, 1]. Groups that overlap are joined.
-    """
-    order = sorted(range(len(positions)), key=lambda i: (positions[i], -i))
-    groups: list[list[int]] = []
-
-    def centre(group: list[int]) -> float:
-        reach = gap * (len(group) - 1) / 2
-        return min(max(sum(positions[i] for i in group) / len(group), reach), 1 - reach)
-
-    for i in order:
-        groups.append([i])
-        while len(groups) > 1:
-            lower, upper = groups[-2:]
-            if centre(upper) - centre(lower) >= gap * (len(lower) + len(upper)) / 2:
-                break
-            groups[-2:] = [lower + upper]
-    moved = {
-        i: centre(group) + gap * (place - (len(group) - 1) / 2) for group in groups for place, i in enumerate(group)
-    }
-    return [moved[i] for i in range(len(positions))]

@@ -17,7 +17,7 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 
 from halflife.files import atomic_path
 from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Series
-from halflife.report.figures.labels import label_point, name_lines, separate_labels
+from halflife.report.figures.labels import label_point, separate_labels
 from halflife.report.style import (
     HEAT_COLOURS,
     INK,
@@ -169,8 +169,6 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
     _set_axis(axes, "y", panel.y, panel.ticks("y"))
     if panel.equal:
         axes.set_aspect("equal")
-    if panel.named:
-        name_lines(axes, panel.series)
 
 
 def _marker_places(series: Series, shift: float) -> tuple[float, float] | None:

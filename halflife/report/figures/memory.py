@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from halflife.evaluation.memory import StateSize, format_bytes
-from halflife.report.figures.data import Axis, FigureData, Panel, Series
+from halflife.report.figures.data import Axis, FigureData, Key, Panel, Series
 from halflife.report.style import INK, PAGE_WIDTH, ModelStyle, model_styles
 
 MAX_TICKS = 10
@@ -18,22 +18,24 @@ MAX_TICKS = 10
 def memory(result: dict[str, Any]) -> FigureData:
     """Bytes of one sequence's state against its length (both log), for each model and for the KV cache of llama.
 
-    The name of a model stands at the end of its line. A ring marks where its state becomes smaller than the cache.
+    A ring marks where the state of a model becomes smaller than the cache.
     `result` is that of `evaluation.memory.measure_memory`.
     """
     models, lengths = result["models"], result["lengths"]
     span = (lengths[0], lengths[-1]) if lengths[0] < lengths[-1] else (lengths[0] / 2, 2 * lengths[0])
     x = np.geomspace(*span, 200)
     cache = result["cache"]["per_token"] * x
-    series = [Series(f"KV cache of llama, {result['cache_dtype']}", "", ModelStyle(INK, "", "-"), x, cache, "bar")]
+    name, bar = f"KV cache of llama, {result['cache_dtype']}", ModelStyle(INK, "", "-")
+    series, keys = [Series(name, "", bar, x, cache, "bar")], {name: Key(bar, "bar")}
     for model, style in zip(models, model_styles([model["model"] for model in models]).values(), strict=True):
         size = StateSize(*(model.get(name, 0) for name in ("constant", "per_token", "per_digit", "most_digits")))
         crossing, dots = model["smaller_from"], style._replace(linestyle="none")
         at = "never smaller" if crossing is None else f"smaller from {crossing:,}"
         series += [
-            Series(f"{model['model']}: {at}", "", style, x, [size.at(int(n)) for n in x], "line"),
+            Series(model["model"], "", style, x, [size.at(int(n)) for n in x], "line"),
             Series(model["model"], "", dots, lengths, model["bytes"]),
         ]
+        keys[f"{model['model']}: {at}"] = Key(style)
         if crossing is not None and span[0] <= crossing <= span[1]:
             series.append(
                 Series("ring", "", ModelStyle(style.color, "o", "none"), [crossing], [size.at(crossing)], "ring")
@@ -42,9 +44,8 @@ def memory(result: dict[str, Any]) -> FigureData:
     low, high = min(values) / 2, 2 * max(values)
     read = Axis("tokens read", log=True, ticks=_length_ticks(lengths, span), limits=(span[0] / 1.15, span[1]))
     size = Axis("state of one sequence", log=True, ticks=size_ticks(low, high), limits=(low, high))
-    panel = Panel("ring: from here on the state is smaller than the KV cache", read, size, series, named=True)
-    height = max(3.6, 0.24 * (len(models) + 3))
-    return FigureData("memory", "State of one sequence", [panel], size=(PAGE_WIDTH, height))
+    panel = Panel("ring: from here on the state is smaller than the KV cache", read, size, series)
+    return FigureData("memory", "State of one sequence", [panel], keys=keys, size=(PAGE_WIDTH, 3.6))
 
 
 def _length_ticks(lengths: Sequence[int], span: tuple[float, float]) -> dict[float, str]:
