@@ -19,7 +19,6 @@ from halflife.data.tokenizers import pieces, read_ids
 from halflife.models import checkpoint
 from halflife.models.load import checkpoints
 from halflife.report.figures import spectrum as allocation
-from halflife.report.figures.data import SLOWEST
 from halflife.report.figures.decays import decays
 from halflife.report.figures.matplotlib_renderer import draw, save
 
@@ -269,18 +268,6 @@ def test_a_geometric_spectrum_is_a_straight_line():
     assert np.allclose(np.diff(np.log10(line.y)) / np.diff(line.x), np.log10(512))
 
 
-def test_heads_are_not_sorted():
-    """Each layer and head has a cell, in the model's order. Infinite time-scales are at the end of the scale."""
-    figure = allocation.heads(DATA)
-    maps = [panel.cells for panel in figure.panels]
-    assert maps[0].shape == (2, 8)
-    assert maps[0][1, 0] == SLOWEST
-    assert np.allclose(maps[1][0], GEOMETRIC[0])
-    axes = draw(figure).axes[0]
-    assert np.array_equal(axes.images[0].get_array(), maps[0])
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"]
-
-
 def test_figures_are_the_same_of_data_read_again():
     """In `halflife figures`, NaN replaces the null of decays.json."""
     again = {"models": [model("mamba2", [[20.0] * 8, [float("nan")] + [30.0] * 7])]}
@@ -290,7 +277,6 @@ def test_figures_are_the_same_of_data_read_again():
         assert np.isfinite(panel.series[0].y).all()
 
 
-@pytest.mark.parametrize("make", [allocation.distributions, allocation.heads])
-def test_nothing_to_show_says_so(make):
-    figure = draw(make({"models": [model("llama", [])]}))
+def test_nothing_to_show_says_so():
+    figure = draw(allocation.distributions({"models": [model("llama", [])]}))
     assert "no layer with a decay" in [text.get_text() for axes in figure.axes for text in axes.texts]
