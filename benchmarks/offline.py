@@ -66,6 +66,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     heads: int = 16
     shared: int = 16  # heads of queries and keys
+    gain: bool = False  # whether values have factors
     shapes: tuple[tuple[int, int], ...] = ((1, 32768), (16, 2048))  # (B, T)
 
 
@@ -82,7 +83,10 @@ CASES |= {
 }
 CASES["koopman, 64"] = Case("koopman_attention", "none")
 CASES["linear, gla"] = Case("linear_attention", "vector", 128, 256, heads=4, shared=4, shapes=((16, 2048), (1, 32768)))
-CASES["linear, mamba2"] = Case("linear_attention", "scalar", 128, 64, heads=32, shared=1, shapes=((8, 2048),))
+for name, mode in (("mamba2", "scalar"), ("mamba2+gate_rank", "gate_rank")):
+    CASES[f"linear, {name}"] = Case(
+        "linear_attention", mode, 128, 64, heads=32, shared=1, gain=True, shapes=((8, 2048),)
+    )  # fmt: skip
 # Bytes ÷ floor that kernels should reach, forward and with the backward pass, by case and batch size. The floor is the
 # bytes of q, k, v and o, and three times those of both passes.
 BYTES = {
@@ -112,6 +116,8 @@ def tensors_of(case: Case, batch: int, length: int) -> dict[str, Tensor | None]:
     else:
         channels = (case.key,) if case.mode == "vector" else ()
         tensors["g"] = None if case.mode == "none" else leaf(*at, case.heads, *channels)
+    if case.gain:
+        tensors["gain"] = leaf(*at, case.heads)
     if op == "dplr":
         tensors |= {name: leaf(*at, case.heads, case.key, dtype=case.dtype) for name in "ab"}
     elif op != "linear_attention":

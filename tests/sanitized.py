@@ -34,7 +34,8 @@ for beta in (None, "beta"):
         q, k, v, g = (arguments[name].requires_grad_() for name in ("q", "k", "v", "g"))
         g_slow = torch.where(g < -0.3, g, 0.0)
         strength = None if beta is None else arguments["beta"]
-        o, _ = ops.gate_rank(q, k, v, g_slow, g, strength, initial_state=(state, state), backend="native")
+        gain = g_slow.exp()
+        o, _ = ops.gate_rank(q, k, v, g_slow, g, strength, gain, initial_state=(state, state), backend="native")
         o.float().sum().backward()
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for name, function in layer.CASES.items():

@@ -231,7 +231,7 @@ def test_selfcheck_of_some(monkeypatch):
     report = ops.selfcheck(length=5, ops=["gate_rank"], backends=["chunked", "mask"])
     assert report.ok
     assert {(c.op, c.backend) for c in report.checks} == {("gate_rank", "chunked"), ("gate_rank", "mask")}
-    assert {c.variant for c in report.checks} == {"linear", "delta"}
+    assert {c.variant for c in report.checks} == {"linear", "delta", "gain"}
     assert not ops.selfcheck(length=5, backends=["nothing"]).ok
 
 

@@ -50,6 +50,9 @@ def test_printed_reset_law():
     assert_close(o, expected, 1e-13)
     assert_close(dict(zip("fs", states, strict=True)), {"f": fast, "s": slow}, 1e-13)
     assert_streams(run, x, 1e-13)
+    gain = torch.rand_like(x["g_fast"])
+    o, _ = gate_rank(**x, gain=gain, scale=1, reset_law="printed")
+    assert_close(o, printed(**{**x, "v": gain.unsqueeze(-1) * x["v"]})[0], 1e-13)
     mask, _ = gate_rank(**x, scale=1)
     assert not torch.allclose(mask, expected, atol=0.1)
 

@@ -167,6 +167,7 @@ def outputs(mixer, reading, x, change=None):
             if call.op != reading.kind or found:
                 return implementation(call)
             found.append(None)  # calls that the op itself makes stay as they are
+            call = dispatch.folded(call)
             found[0], state = implementation(call if change is None else call.with_tensors(v=call["v"] + change))
             return found[0], state
 

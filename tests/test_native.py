@@ -16,6 +16,7 @@ from helpers import (
     call_of,
     each_granularity,
     each_op,
+    leaves,
     op_inputs,
     rounded,
     run_op,
@@ -122,9 +123,19 @@ def test_custom_ops_are_registered_right(op, packed):
     call = call_of(op, arguments, cu_seqlens=torch.tensor([0, 17, 40]) if packed else None)
     tensors = [call.get(name) for name in ("q", "k", "v", "g", "beta", "a", "b")]
     tensors = [None if x is None else x.detach().requires_grad_() for x in tensors]
-    given = (op, *tensors, None, call.first_state(), call.packing.cu_seqlens, call.output_scale, 16, True)
+    gain = torch.rand(1, 40, 2).requires_grad_()
+    given = (op, *tensors, None, gain, call.first_state(), call.packing.cu_seqlens, call.output_scale, 16, True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.halflife.state_op.default, given, test_utils=checks)
+
+
+@built
+def test_the_product_of_values_and_gain_is_not_kept():
+    arguments = leaves(rounded(op_inputs("linear_attention", "scalar", 70), torch.bfloat16))
+    kept, gain = [], arguments["g"].detach().exp().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        ops.linear_attention(**arguments, gain=gain, backend="native")
+    assert [x.data_ptr() for x in kept if x.shape == arguments["v"].shape] == [arguments["v"].data_ptr()]
 
 
 @built

@@ -16,6 +16,7 @@ from helpers import (
     each_backend,
     each_granularity,
     each_op,
+    generator,
     leaves,
     op_inputs,
     put_backend,
@@ -23,6 +24,7 @@ from helpers import (
     run_op,
     unchecked,
     widest,
+    with_grads,
 )
 from jaxtyping import TypeCheckError
 from pairwise import crossed, slow_beyond
@@ -149,6 +151,25 @@ def test_second_derivatives(op):
 
     assert grad("reference").requires_grad
     assert_raises(RuntimeError, "reference", grad, "chunked")
+
+
+@each_granularity
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gain_multiplies_values(granularity, backend, dtype):
+    """Of grouped queries in tensors of other strides, over several chunks."""
+    if backend == "native" and dtype == torch.float64:
+        return
+    given = rounded(op_inputs("linear_attention", granularity, 70, batch=2, heads=4, value=20), dtype)
+    given["q"] = given["q"][:, :, :2]
+    given["gain"] = torch.rand(2, 70, 8, generator=generator("gain")).to(given["initial_state"])[..., ::2]
+    got = run_op("linear_attention", given, backend=backend, chunk_size=16)
+    assert got["dgain"].dtype == given["gain"].dtype
+    exact = leaves({name: x.double() for name, x in given.items()})
+    product = {name: x for name, x in exact.items() if name != "gain"}
+    product["v"] = exact["v"] * exact["gain"].unsqueeze(-1)
+    with_product = ops.linear_attention(**product, output_final_state=True, backend="reference")
+    assert_close(got, with_grads(with_product, exact), 4 * WORST["linear_attention"][dtype])
 
 
 @each_op

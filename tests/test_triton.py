@@ -48,7 +48,9 @@ WORST = {
 }
 
 
-def inputs(update, mode, length, *, batch=1, heads=1, key=16, value=16, sequences=None, slow=None, fast=None):
+def inputs(
+    update, mode, length, *, batch=1, heads=1, key=16, value=16, sequences=None, slow=None, fast=None, gain=False
+):
     """Return arguments of a kernel in float64; `slow` and `fast` change the moderate log-decays in place."""
     draw = generator(update, mode, length, batch, heads, key, value)
 
@@ -66,6 +68,8 @@ def inputs(update, mode, length, *, batch=1, heads=1, key=16, value=16, sequence
         arguments["g"] = chosen(fast, -randn(*shape).exp() / 8)
     if mode == "gate_rank":
         arguments["g_slow"] = chosen(slow, torch.where(randn(*shape) > 1, -randn(*shape).exp() / 4, 0.0))
+    if gain:
+        arguments["gain"] = randn(*shape)
     return arguments
 
 
@@ -76,7 +80,7 @@ def chosen(change, moderate):
     return moderate
 
 
-def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, cu_seqlens=None):
+def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, gain=None, cu_seqlens=None):
     """Compute the definition in float64, token by token, for each sequence."""
     outputs, states = [], []
     for row, tokens in enumerate(slices(cu_seqlens or [0, q.shape[1]])):
@@ -89,7 +93,7 @@ def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, cu_s
                 reset = (g_slow[:, t] != 0)[..., None, None]
                 slow = torch.where(reset, g_slow[:, t].exp()[..., None, None] * (slow + fast), slow)
                 fast = torch.where(reset, 0.0, fast)
-            written = v[:, t]
+            written = v[:, t] if gain is None else gain[:, t, :, None] * v[:, t]
             if beta is not None:
                 written = beta[:, t, :, None] * (written - torch.einsum("bhk,bhkv->bhv", k[:, t], slow + fast))
             fast = fast + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
@@ -290,6 +294,20 @@ def test_a_card_is_known_by_its_tensor_cores(arch, kind, monkeypatch):
 def test_the_largest_states_fit_99_kb_of_shared_memory(kind, states, stages, monkeypatch):
     monkeypatch.setattr(delta, "architecture", lambda: kind)
     assert delta.settings_of("gradients", 256, 256, torch.bfloat16, states, 32).stages == stages
+
+
+@crossed(strength=1, mode=MODES, bounds=[None, (0, 5, 5, 38)], dtype=[torch.float32, torch.bfloat16])
+def test_gain(short_segments, mode, bounds, dtype):
+    """Factors of values, with heads of more than one block, and segments of one chunk."""
+    given = inputs("linear", mode, 38, heads=2, key=24, value=20, sequences=3 if bounds else 1, gain=True)
+    got = check("linear", given, dtype, cu_seqlens=bounds, chunk_size=16)
+    assert got["dgain"].dtype == torch.float32
+
+
+@each_update
+def test_gain_of_whole_sequences(update):
+    """The kernels of the delta rule read values that are multiplied before."""
+    check(update, inputs(update, "gate_rank", 20, batch=2, gain=True))
 
 
 def test_channels_of_one_tensor():

@@ -14,10 +14,9 @@ from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay, check_gain
 from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv
-from halflife.ops.fused import scale_heads
 from halflife.ops.linear import weight_of
 from halflife.packing import Packing
-from halflife.precision import ROOMY, Float32Module
+from halflife.precision import Float32Module
 from halflife.registry import check_choice
 
 
@@ -134,10 +133,7 @@ class Mamba2(HasMemory, Mixer):
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch().exp()
-        v = scale_heads(values.to(ROOMY[values.dtype]), step, self.pass_backend)
-        y, memory = self.memory(
-            x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
-        )
+        y, memory = self.memory(x, q, k, values, g, None, state, packing, gain=step, scale=1, **self.op_options)
         mapped = not x.is_cpu and type(self.norm) is GatedRMSNorm  # which takes the map with it
         weight = weight_of(self.out_proj) if mapped else None
         norm = partial(self.norm, z=z) if weight is None else partial(self.norm, z=z, weight=weight)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import native, triton
-from halflife.ops.backends.dispatch import dispatch, implements, steps_by
+from halflife.ops.backends.dispatch import dispatch, folded, implements, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import FLOOR
@@ -39,12 +39,13 @@ RESET_LAWS = ("mask", "printed")
 
 define(
     "gate_rank", q="B T G K", k="B T G K", v="B T H V", g_slow="B T H", g_fast="B T H", beta="B T H | None",
-    state={"fast": "N H K V", "slow": "N H K V"}, log_decays=["g_fast", "g_slow"],
+    gain="B T H | None", state={"fast": "N H K V", "slow": "N H K V"}, log_decays=["g_fast", "g_slow"],
 )  # fmt: skip
 
 
 def gate_rank(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor, g_fast: Tensor, beta: Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor, g_fast: Tensor, beta: Tensor | None = None,
+    gain: Tensor | None = None, *,
     scale: float | None = None, initial_state: States | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto", reset_law: str = "mask",
 ) -> tuple[Tensor, States | None]:  # fmt: skip
@@ -58,6 +59,7 @@ def gate_rank(
             is 0 where there is no reset.
         g_fast: log-decay of the fast state ≤ 0, `[B, T, H]`; −inf erases it.
         beta: writing strength `[B, T, H]` of the delta rule; None is the linear update.
+        gain: factors of the values `[B, T, H]`; see `ops.linear_attention`.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `(fast, slow)`, each `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
         output_final_state: whether to return the states after the last token.
@@ -76,7 +78,7 @@ def gate_rank(
     """
     if reset_law != "mask":
         check_reset_law(reset_law, delta=beta is not None)
-    tensors = {"q": q, "k": k, "v": v, "g_slow": g_slow, "g_fast": g_fast, "beta": beta}
+    tensors = {"q": q, "k": k, "v": v, "g_slow": g_slow, "g_fast": g_fast, "beta": beta, "gain": gain}
     settings = {"scale": scale, "chunk_size": chunk_size}
     if reset_law == "printed":
         call = Call.of("gate_rank", tensors, initial_state, cu_seqlens, **settings)
@@ -97,6 +99,7 @@ def _printed(call: Call, backend: str, output_final_state: bool, **settings: Any
     q, k, v, g_slow, g_fast = (call[name] for name in ("q", "k", "v", "g_slow", "g_fast"))
     reset, pair = g_slow != 0, call.state or (None, None)
     settings |= {"output_final_state": output_final_state, "cu_seqlens": call.packing, "backend": backend}
+    settings["gain"] = call["gain"]
     erased = torch.where(reset, -torch.inf, g_fast)
     recent, fast = linear_attention(q, k, v, erased, initial_state=pair[0], **settings)
     added = by_head(lambda k, reset: torch.where(reset, k, 0), k, reset.unsqueeze(-1), dim=2)
@@ -173,6 +176,7 @@ def _cumulative(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, Tensor, Tensor]
 @implements("gate_rank", "mask")
 def mask(call: Call) -> tuple[Tensor, Tensor]:
     """The quadratic form with T × T weights, for reading and teaching; its memory is quadratic in T."""
+    call = folded(call, "chunked")
     states, outputs, finals = call.first_state(), [], []
     for rows, tokens in call.packing.pieces():
         state = states[rows]
@@ -217,6 +221,7 @@ def _quadratic(call: Call, tokens: slice, state: Tensor) -> tuple[Tensor, Tensor
 @implements("gate_rank", "chunked")
 def chunked(call: Call) -> tuple[Tensor, Tensor]:
     """The chunks of `linear_attention` or `delta_rule` with the weights of `GateDecay`; both states are carried."""
+    call = folded(call, "chunked")
     g = torch.stack(torch.broadcast_tensors(call["g_slow"], call["g_fast"]), -1)
     if call["beta"] is None:
         return blocks.run(_LinearBlock, (call["q"], call["k"], call["v"], g), call)

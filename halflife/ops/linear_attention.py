@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
-from halflife.ops.backends.dispatch import dispatch, implements, steps_by
+from halflife.ops.backends.dispatch import dispatch, folded, implements, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
@@ -21,13 +21,13 @@ from halflife.ops.spec import define
 from halflife.packing import Packing
 
 define(
-    "linear_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H | B T H K | None", state="N H K V",
-    log_decays=["g"],
+    "linear_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H | B T H K | None", gain="B T H | None",
+    state="N H K V", log_decays=["g"],
 )  # fmt: skip
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gain: Tensor | None = None, *,
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -38,6 +38,8 @@ def linear_attention(
         v: values `[B, T, H, V]`.
         g: log-decay ≤ 0, `[B, T, H]` (scalar) or `[B, T, H, K]` (vector). −inf erases the state; None is no
             decay.
+        gain: factors of the values `[B, T, H]`, as Mamba-2's step size; None means 1. Kernels multiply where they read
+            v, so that no product is kept for the backward pass.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
         output_final_state: whether to return the state after the last token.
@@ -52,14 +54,15 @@ def linear_attention(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
+    tensors = {"q": q, "k": k, "v": v, "g": g, "gain": gain}
     return dispatch(
-        "linear_attention", {"q": q, "k": k, "v": v, "g": g}, initial_state, cu_seqlens, backend, output_final_state,
-        scale=scale, chunk_size=chunk_size,
+        "linear_attention", tensors, initial_state, cu_seqlens, backend, output_final_state, scale=scale,
+        chunk_size=chunk_size,
     )  # fmt: skip
 
 
 implements("linear_attention", "triton", triton.run, why_not=triton.why_not)
-implements("linear_attention", "fla", fla.linear_attention, why_not=fla.why_not)
+implements("linear_attention", "fla", lambda call: fla.linear_attention(folded(call)), why_not=fla.why_not)
 implements("linear_attention", "native", native.run, why_not=native.why_not, steps=True)
 steps_by("linear_attention", "triton", triton.run_step, triton.why_not_step)
 
@@ -79,6 +82,7 @@ def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> 
 @implements("linear_attention", "chunked")
 def chunked(call: Call) -> tuple[Tensor, Tensor]:
     """The chunked form: matrix products inside chunks of C tokens, and one state carried from chunk to chunk."""
+    call = folded(call, "chunked")
     return blocks.run(LinearBlock, (call["q"], call["k"], call["v"], call["g"]), call)
 
 

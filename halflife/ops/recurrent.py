@@ -20,14 +20,16 @@ def token_loop(
 ) -> tuple[Tensor, Tensor]:
     """Run the definition of an op: `o_t, state = token(state, q_t, k_t, v_t, *others_t, g_t)` for one token at a time.
 
-    Groups of q and k are repeated for their heads. `others` are `[B, T, H, …]`, or None. A scalar log-decay reaches
-    `token` as `[B, H, 1]`. The outputs are `[B, T, H, V]` in v's dtype, and the final states
-    `[N, H, num_states · K, V]` in the compute dtype.
+    Groups of q and k are repeated for their heads, and values are multiplied by their gain. `others` are
+    `[B, T, H, …]`, or None. A scalar log-decay reaches `token` as `[B, H, 1]`. The outputs are `[B, T, H, V]` in v's
+    dtype, and the final states `[N, H, num_states · K, V]` in the compute dtype.
     """
     states, scale, g, heads = call.first_state(), call.output_scale, call.decay, call.sizes["H"]
     if g is not None and g.ndim == 3:
         g = g.unsqueeze(-1)
     inputs = [None if x is None else x.to(states.dtype) for x in (call["q"], call["k"], call["v"], *others, g)]
+    if (gain := call.get("gain")) is not None:
+        inputs[2] = inputs[2] * gain.to(states.dtype).unsqueeze(-1)
     outputs, finals = [], []
     for rows, tokens in call.packing.pieces():
         state = states[rows]

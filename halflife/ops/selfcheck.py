@@ -52,8 +52,8 @@ class Check:
 
     Attributes:
         op, backend, dtype: the op, its backend and the dtype of the inputs.
-        variant: granularity of the decay ("grouped": scalar, with shared queries and keys), kind of update, or how
-            often an operator is fitted and whether it decays.
+        variant: granularity of the decay ("grouped": scalar, with shared queries and keys; "gain": with factors of
+            values), kind of update, or how often an operator is fitted and whether it decays.
         error: the worst relative error over outputs, states and gradients; infinite if the backend raised an error.
         failure: the text of that error, or "".
     """
@@ -170,6 +170,9 @@ def _cases(length: int) -> Iterator[tuple[str, str, dict[str, Tensor], dict[str,
         gates = {"g_slow": torch.where(randn(*g_slow.shape) > 1, g_slow, 0), "g_fast": g_fast}
         beta = {"beta": randn(*q.shape[:3]).sigmoid()} if update == "delta" else {}
         yield "gate_rank", update, {"q": q, "k": k, "v": v, **gates, **beta}, {}
+        if update == "linear":
+            yield "gate_rank", "gain", {"q": q, "k": k, "v": v, **gates, "gain": g_slow.exp()}, {}
+            yield "linear_attention", "gain", {"q": q, "k": k, "v": v, "g": g_fast, "gain": g_slow.exp()}, {}
     g, weights = -randn(*q.shape[:3]).exp(), randn(*q.shape[:3], 5).sigmoid()
     yield "log_linear_attention", "scalar", {"q": q, "k": k, "v": v, "g": g, "weights": weights}, {}
     sums = {"g": g, "beta": randn(*q.shape[:3]).sigmoid(), "ridge": 0.1 + randn(*q.shape[2:]).exp()}

@@ -132,7 +132,7 @@ class Spec:
         """
         known, device = {"1": 1}, None
         for name, shape in self.tensors.items():
-            x: Any = tensors[name]
+            x: Any = tensors.get(name)
             if not isinstance(x, Tensor) and (shape.number or (x is None and shape.optional)):
                 continue
             device = shape.check(name, x, known, device)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.analysis.horizon import next_reset
-from halflife.ops.backends.dispatch import implementation_of
+from halflife.ops.backends.dispatch import folded, implementation_of
 from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.chunked.groups import each_head
@@ -82,6 +82,7 @@ class OpReading(Reading):
     """
 
     def __init__(self, call: Call, backend: str, tokens: int) -> None:
+        call = folded(call)
         self.call, self.backend, self.kind, self.tokens = call, backend, call.op, tokens
         self.heads, self.steps = call.sizes["H"], call.sizes["T"] // tokens
         dtype = compute_dtype(call["q"])

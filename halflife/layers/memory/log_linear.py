@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from halflife.layers.mixer import State
 from halflife.ops import log_linear_attention
 from halflife.ops.arguments import is_traced
+from halflife.ops.fused import scale_heads
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, compute_dtype
 
@@ -44,6 +45,7 @@ class LogLinear(nn.Module):
     """
 
     reads_longest = loops_over_length = True  # see `models.compiled`
+    pass_backend = "auto"  # see `parts.set_backend`
     all_levels = False  # whether all L − 1 states are stored, also on a CPU; `halflife.export` sets it
 
     def __init__(self, hidden_size: int, num_heads: int, *, num_levels: int = 16) -> None:
@@ -60,9 +62,9 @@ class LogLinear(nn.Module):
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
-        packing: Packing, **options: Any,
+        packing: Packing, gain: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """Run the op on `q, k, v, g`, with the weights of the levels computed from `x [B, T, D]`.
+        """Run the op on `q, k, gain ⊙ v, g`, with the weights of the levels computed from `x [B, T, D]`.
 
         Returns:
             `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`).
@@ -72,8 +74,10 @@ class LogLinear(nn.Module):
             if memory.shape[2] < count:
                 memory = F.pad(memory, (0, 0, 0, 0, 0, count - memory.shape[2]))
             initial = memory, state["position"]
+        v = v.to(ROOMY[v.dtype])
+        v = v if gain is None else scale_heads(v, gain, self.pass_backend)
         o, final = log_linear_attention(
-            q, k, v.to(ROOMY[v.dtype]), g, self.weights(x)[..., : count + 1], initial_state=initial,
+            q, k, v, g, self.weights(x)[..., : count + 1], initial_state=initial,
             output_final_state=True, cu_seqlens=packing, **options,
         )  # fmt: skip
         assert final is not None

@@ -186,6 +186,13 @@ def dispatch(
     return o if o.dtype == dtype else o.to(dtype), state if output_final_state else None
 
 
+def folded(call: Call, backend: str = "auto") -> Call:
+    """The call with its values times their `gain`, for an implementation that does not take it."""
+    if (gain := call.get("gain")) is None:
+        return call
+    return call.with_tensors(v=run_pass("scale_heads", backend, (call["v"], gain)), gain=None)
+
+
 def kind_of(op: str) -> str:
     """The kind of a custom op, or of an op on tokens."""
     return "norms" if op in _PASSES else "conv" if op in _CONVOLUTIONS else "op"

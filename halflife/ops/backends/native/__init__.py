@@ -73,9 +73,9 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     save = call.differentiated
     given = call.tensors.get
     q, k, v, a, b = [None if (x := given(name)) is None else dense(x) for name in MATRICES]
-    gates = (call.decay, given("beta"), given("g_slow"))
-    g, beta, g_slow = [None if x is None else dense(x.float()) for x in gates]
-    inputs = call.op, q, k, v, g, beta, a, b, g_slow, initial
+    gates = (call.decay, given("beta"), given("g_slow"), given("gain"))
+    g, beta, g_slow, gain = [None if x is None else dense(x.float()) for x in gates]
+    inputs = call.op, q, k, v, g, beta, a, b, g_slow, gain, initial
     if call.is_token and not save:
         return torch.ops.halflife.state_step(*inputs, call.output_scale)
     o, state, _ = torch.ops.halflife.state_op(

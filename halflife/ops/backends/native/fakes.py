@@ -34,7 +34,7 @@ def _step(op, q, k, v, *inputs):
     return v.new_empty(v.shape), torch.empty_like(inputs[-2])
 
 
-def operations(op, q, k, v, g, beta, a, b, g_slow, initial, cu_seqlens, scale, chunk_size, *_, **__) -> int:
+def operations(op, q, k, v, g, beta, a, b, g_slow, gain, initial, cu_seqlens, scale, chunk_size, *_, **__) -> int:
     """Return the operations of `state_op`: products inside chunks, with the state, and with the inverse of a system.
 
     The arguments are those of the op, with shapes in the place of tensors, as torch's counter of operations gives them.
@@ -63,7 +63,7 @@ def _chunk(chunk_size: int, length: int) -> int:
 
 @torch.library.register_fake("halflife::state_op_backward")
 def _backward(op, q, *inputs):
-    tensors, dfinal = (q, *inputs[:7]), inputs[-1]
+    tensors, dfinal = (q, *inputs[:8]), inputs[-1]
     return [*(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors), torch.empty_like(dfinal)]
 
 

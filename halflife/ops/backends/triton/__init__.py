@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends.constant import cached_constant
+from halflife.ops.backends.dispatch import folded
 from halflife.ops.call import Call
 
 SIZES = range(1, 257)
@@ -68,7 +69,7 @@ def _absent(device: torch.device) -> str | None:
 def _misfit(op: str, call: Call) -> str | None:
     """The reason why the shapes and dtypes of a call do not fit the kernels, or None."""
     matrices = [x for name in ("q", "k", "v", "a", "b") if (x := call.get(name)) is not None]
-    gates = [x for name in ("beta", "g_slow", "g_fast", "g") if (x := call.get(name)) is not None]
+    gates = [x for name in ("beta", "g_slow", "g_fast", "g", "gain") if (x := call.get(name)) is not None]
     if (odd := not_plain(*matrices, *gates, *(call.state or ()))) is not None:
         return odd
     wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
@@ -107,17 +108,20 @@ def custom_op(name: str) -> Any:
 def run(call: Call) -> tuple[Tensor, Tensor]:
     """Run a call of a walk over tokens: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
     load()
+    beta, decay = call.get("beta"), call.decay
+    vector = decay is not None and decay.ndim == 4
+    if vector or beta is not None:
+        call = folded(call)
     q, k, v = [call[name] for name in ("q", "k", "v")]
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
-    beta, decay = call.get("beta"), call.decay
     # The kernels of linear attention need no states that are zeros.
     initial = None if call.state is None and beta is None else call.first_state(torch.float32)
-    if decay is not None and decay.ndim == 4:
+    if vector:
         kernels = torch.ops.halflife.triton_vector if beta is None else torch.ops.halflife.triton_kda
         gates = [*(() if beta is None else (beta,)), decay, initial]
     elif beta is None:
-        kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay, initial]
+        kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay, call.get("gain"), initial]
     else:
         kernels, gates = torch.ops.halflife.triton_delta, [beta, call.get("g_slow"), decay, initial]
     o, final, *_ = kernels(
@@ -143,6 +147,7 @@ def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
 def run_step(call: Call) -> tuple[Tensor, Any]:
     """Run a call of one token a sequence: the outputs `[B, 1, H, V]`, and the next state, or GateRank's two."""
     load()
+    call = folded(call)
     q, k, v, beta, a, b = [None if (x := call.get(name)) is None else dense(x) for name in MATRICES]
     g, g_slow = call.decay, call.get("g_slow")
     g = dense(g) if g is not None and g.ndim == 4 else g

@@ -38,6 +38,7 @@ class Operands(NamedTuple):
     segments: Segments
     walk: Settings
     grads: Settings
+    gain: Tensor | None = None
 
     @property
     def mode(self) -> int:
@@ -92,8 +93,8 @@ def sums_of(q: Tensor, v: Tensor, gates: Gates, segments: Segments, chunk: int) 
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, chunk_size: int, back: bool,
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, chunk_size: int, back: bool,
 ) -> Operands:  # fmt: skip
     (batch, length, heads, value), key, gates = v.shape, q.shape[3], (g_slow, g_fast)
     chunk = block(min(chunk_size, length))
@@ -103,7 +104,7 @@ def _call(
     if back:  # one size of chunks, whose sums are computed once
         walk = walk._replace(chunk=grads.chunk)
     sums = sums_of(q, v, gates, segments, walk.chunk)
-    return Operands(rows_of(q), rows_of(k), rows_of(v), gates, sums, scale, segments, walk, grads)
+    return Operands(rows_of(q), rows_of(k), rows_of(v), gates, sums, scale, segments, walk, grads, gain)
 
 
 def _walk(
@@ -115,7 +116,7 @@ def _walk(
         call = call._replace(q=call.k, k=call.q, v=do)
     if call.segments.count * call.heads:
         launch(walk_kernel, (call.heads * triton.cdiv(call.v.shape[3], call.walk.columns), call.segments.count))(
-            call.q, call.k, call.v, call.sums, entering, out, leaving, carried, states, *call.tail(),
+            call.q, call.k, call.v, call.sums, call.gain, entering, out, leaving, carried, states, *call.tail(),
             BACK=do is not None, **call.constants(call.walk),
         )  # fmt: skip
 
@@ -156,21 +157,21 @@ def outputs(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None,
     initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `outputs` returns, with the 3 factors of states that pass a segment."""
-    call = _call(q, k, v, g_slow, g_fast, cu_seqlens, scale, chunk_size, back=False)
+    call = _call(q, k, v, g_slow, g_fast, gain, cu_seqlens, scale, chunk_size, back=False)
     return outputs(call, _walk, initial, call.mode, 3)
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor | None,
-    entering: Tensor, carried: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor,
-    dfinal: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None,
+    initial: Tensor | None, entering: Tensor, carried: Tensor, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int, do: Tensor, dfinal: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v, both log-decays and the initial states. No `dfinal` is zeros."""
-    call = _call(q, k, v, g_slow, g_fast, cu_seqlens, scale, chunk_size, back=True)
+    """Return the gradients of q, k, v, both log-decays, the gain and the initial states. No `dfinal` is zeros."""
+    call = _call(q, k, v, g_slow, g_fast, gain, cu_seqlens, scale, chunk_size, back=True)
     segments, heads, tiles = call.segments, call.heads, call.grads
     narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     states = call.new_states(v.shape[0] * v.shape[1] // tiles.chunk + segments.count, narrow)
@@ -184,14 +185,14 @@ def backward(
         (after, dinitial), before = scan(call, update, carried, dfinal, call.mode, back=True), None
     dq, dk, dv = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do)
     parts = triton.cdiv(q.shape[3], tiles.rows)
-    dg_slow, dg_fast = (None if g is None else g.new_empty(parts, *g.shape, dtype=torch.float32) for g in call.gates)
+    numbers = [None if x is None else x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (*call.gates, gain)]
     if segments.count * heads:
         launch(grads_kernel, (heads * parts, segments.count))(
-            call.q, call.k, call.v, do, call.sums, *call.gates, states, after, before, dq, dk, dg_slow, dg_fast,
+            call.q, call.k, call.v, do, call.sums, *call.gates, gain, states, after, before, dq, dk, *numbers,
             *call.tail(), **call.constants(tiles),
         )  # fmt: skip
         _walk(call, do, entering=after, out=dv)
     size, tokens = q.shape[3], v.shape[0] * v.shape[1] * heads
-    given = (dq, q, size), (dk, k, size), (dg_slow, g_slow, tokens), (dg_fast, g_fast, tokens)
-    dq, dk, dg_slow, dg_fast = sums_of_parts(*given)
-    return dq, dk, dv, dg_slow, dg_fast, dinitial
+    of_numbers = [(x, like, tokens) for x, like in zip(numbers, (*call.gates, gain), strict=True)]
+    dq, dk, *found = sums_of_parts((dq, q, size), (dk, k, size), *of_numbers)
+    return dq, dk, dv, *found, dinitial

@@ -7,9 +7,11 @@ G of the state in registers and computes the other gradients of a chunk:
 
     dS = (dO Vᵀ) ⊙ D,   dQ = dS K + w ⊙ (dO Sᵀ),   dK = dSᵀ Q + l ⊙ (V Gᵀ),   dV = (Q Kᵀ ⊙ D)ᵀ dO + l ⊙ (K G)
 
-with the weights w of queries and l of keys of `gates.py`. Products of 16-bit inputs are computed in their dtype, with
-float32 sums. In products with a state bfloat16 stays bfloat16, and float16, whose range is too small for states,
-becomes TF32. float32 is exact.
+with the weights w of queries and l of keys of `gates.py`. Where values have factors (`gain`), these multiply the
+columns of D, the weights l, and dV at the end.
+
+Products of 16-bit inputs are computed in their dtype, with float32 sums. In products with a state bfloat16 stays
+bfloat16, and float16, whose range is too small for states, becomes TF32. float32 is exact.
 """
 
 from __future__ import annotations
@@ -78,8 +80,15 @@ def weighted(x, weight):
 
 @triton.jit
 @no_type_check
+def factors(gain, token, cc, inside, h, H: tl.constexpr):
+    """Load the factors of values, float32 `[C]`."""
+    return tl.load(gain + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
 def walk_kernel(
-    q, k, v, sums, entering, out, leaving, carried, states, table, scale, T, LENGTH, PER, TOKENS,
+    q, k, v, sums, gain, entering, out, leaving, carried, states, table, scale, T, LENGTH, PER, TOKENS,
     H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr,
     KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -138,7 +147,11 @@ def walk_kernel(
                 o += read * weight_slow[:, None]
             scores = dot(qs, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
             scores *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE, BACK) * scale
+            if gain is not None and not BACK:
+                scores *= factors(gain, token, cc, inside, h, H)[None, :]
             o = dot(scores.to(vs.dtype), vs, o, PRECISION)
+            if gain is not None and BACK:
+                o *= factors(gain, token, cc, inside, h, H)[:, None]
             store(out + (token * H + h) * V, o, cc, vv, inside, H * V, V, BV)
         kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
         if BACK:
@@ -147,6 +160,10 @@ def walk_kernel(
             left_slow *= scale
         else:
             left, left_slow = stored_leaves(at, H * TOKENS, cc, inside, size, C, MODE)
+            if gain is not None:
+                factor = factors(gain, token, cc, inside, h, H)
+                left *= factor
+                left_slow *= factor
         written = tl.trans(ks)
         if MODE == 2:
             if BACK:
@@ -162,7 +179,7 @@ def walk_kernel(
             fast = dot(written, weighted(vs, left), kept * fast, PRECISION)
             kept_all *= kept
         else:
-            fast = dot(written, weighted(vs, left) if BACK else vs, fast, PRECISION)
+            fast = dot(written, vs if gain is None and not BACK else weighted(vs, left), fast, PRECISION)
     if leaving is not None:
         store_state(leaving + place, fast, kk, vv, K, V)
         if MODE == 2:
@@ -178,16 +195,17 @@ def walk_kernel(
 @triton.jit
 @no_type_check
 def grads_kernel(
-    q, k, v, do, sums, g_slow, g_fast, states, entering, leaving, dq, dk, dg_slow, dg_fast, table, scale, T, LENGTH,
-    PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr,
+    q, k, v, do, sums, g_slow, g_fast, gain, states, entering, leaving, dq, dk, dg_slow, dg_fast, dgain, table, scale,
+    T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr,
     KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The walk from the end of a segment for one head and BK rows of its state: gradients of q, k and log-decays.
+    """The walk from the end of a segment for one head and BK rows of its state: gradients of q, k, log-decays and gain.
 
     `entering` is the gradient of the state after the segment (None is zeros), and `leaving` becomes that of the state
-    before it. The gradients of log-decays are sums over the blocks of rows, and each program stores its own.
+    before it. The gradients of log-decays and of the gain are sums over the blocks of rows, and each program stores its
+    own.
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
@@ -227,8 +245,12 @@ def grads_kernel(
         dscores *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE) * scale
         qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
-        if MODE != 0:
+        if MODE != 0 or gain is not None:
             scores = dot(qs, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
+        if gain is not None:
+            of_gain = tl.sum(scores * dscores, 0)
+            dscores *= factors(gain, token, cc, inside, h, H)[None, :]
+        if MODE != 0:
             seg = tl.zeros([C], tl.float32)
             if MODE == 2:
                 seg = tl.load(at + 4 * H * TOKENS + cc, mask=inside, other=0.0).to(tl.float32)
@@ -250,15 +272,26 @@ def grads_kernel(
 
         # dKᵀ, so that neither dS nor G, which are results of products, is an operand's transpose (see gates.py).
         dks = dot(fast.to(wide_v.dtype), tl.trans(wide_v), tl.zeros([BK, C], tl.float32), PRECISION) * left[None, :]
-        if MODE != 0:
+        if MODE != 0 or gain is not None:
             keys = tl.trans(ks).to(tl.float32)
             left_fast = tl.sum(dks * keys, 0)
+        if gain is not None:
+            factor = factors(gain, token, cc, inside, h, H)
+            of_gain += left_fast
+            left_fast *= factor
+            dks *= factor[None, :]
         if MODE == 2:
             through = dot(slow.to(wide_v.dtype), tl.trans(wide_v), tl.zeros([BK, C], tl.float32), PRECISION)
             through *= left_slow[None, :]
             left_slowly = tl.sum(through * keys, 0)
+            if gain is not None:
+                of_gain += left_slowly
+                left_slowly *= factor
+                through *= factor[None, :]
             dks += through
         dks = dot(tl.trans(qs), dscores, dks, PRECISION)
+        if gain is not None:
+            tl.store(dgain + part * H * TOKENS + rows, of_gain, mask=inside)
         there = inside[None, :] & (kk < K)[:, None]
         column = dk + (token * H + h) * K + cc[None, :] * (H * K) + kk[:, None]
         tl.store(column, dks.to(dk.dtype.element_ty), mask=there)

@@ -68,7 +68,8 @@ class Chunk {
   Sizes sizes;
   std::unique_ptr<Decay> decay;
   int64_t wide;               // K', rows of all states of a head
-  Buffer q, k, v;             // the queries carry the scale
+  Buffer q, k, v;             // the queries carry the scale, and the values their gain
+  std::vector<float> gain;    // factors of the values, if there are any
   std::vector<float> beta;    // of the delta rule
   Buffer a, b;                // of DPLR
   Buffer entering;            // the state before the chunk

@@ -108,7 +108,8 @@ void add_slower(const float* state, const std::vector<float>& q, int64_t size, i
 }
 
 std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
-                                OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor state, double scale) {
+                                OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, OptionalTensor gain,
+                                Tensor state, double scale) {
   const int64_t sequences = q.size(0), heads = v.size(2), keys = q.size(3), values = v.size(3), size = keys * values;
   const int64_t states = g_slow ? 2 : 1;
   Tensor o = at::empty(v.sizes(), v.options()), next = at::empty_like(state);
@@ -123,6 +124,10 @@ std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, Op
       float* now = after + i * size * states;
       Token t{row(q, n, head), row(k, n, head), row(v, n, head)};
       std::vector<float> out(values), held(values);
+      if (gain) {
+        const float factor = row(*gain, n, head)[0];
+        for (float& x : t.v) x *= factor;
+      }
       if (g_slow) {
         reset(t, old, now + size, size, row(*g_slow, n, head)[0], row(*g, n, head)[0]);
       } else if (g) {
@@ -154,7 +159,7 @@ std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, Op
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "state_step(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, "
-      "Tensor? g_slow, Tensor state, float scale) -> (Tensor, Tensor)");
+      "Tensor? g_slow, Tensor? gain, Tensor state, float scale) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(halflife, CPU, m) { m.impl("state_step", step); }

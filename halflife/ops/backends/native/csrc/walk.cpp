@@ -82,7 +82,7 @@ struct StateRows {
 struct Call {
   std::string op;
   Tensor q, k, v;
-  OptionalTensor g, beta, a, b, g_slow;
+  OptionalTensor g, beta, a, b, g_slow, gain;
   double scale;
   std::vector<int64_t> bounds;  // of packed sequences; empty for a batch of equal lengths
   Precision tokens;
@@ -115,10 +115,10 @@ struct Call {
 };
 
 Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor a,
-               OptionalTensor b, OptionalTensor g_slow, const OptionalTensor& cu_seqlens, double scale,
-               int64_t chunk_size) {
+               OptionalTensor b, OptionalTensor g_slow, OptionalTensor gain, const OptionalTensor& cu_seqlens,
+               double scale, int64_t chunk_size) {
   Call c{std::move(op), std::move(q), std::move(k), std::move(v), std::move(g), std::move(beta), std::move(a),
-         std::move(b), std::move(g_slow), scale};
+         std::move(b), std::move(g_slow), std::move(gain), scale};
   int64_t longest = c.q.size(1);
   if (cu_seqlens) {
     const Tensor bounds = cu_seqlens->to(at::kLong).contiguous();
@@ -170,6 +170,7 @@ std::unique_ptr<Chunk> make_chunk(const Call& c, bool grads) {
   const bool dplr = c.a.has_value(), delta = c.beta.has_value();
   auto chunk = (dplr ? make_dplr : delta ? make_delta : make_linear)(c.tokens, c.kind, c.sizes);
   if (grads) chunk->make_grads();
+  if (c.gain) chunk->gain.resize(c.sizes.chunk);
   return chunk;
 }
 
@@ -186,6 +187,10 @@ void load(const Call& c, Chunk& chunk, int64_t n, int64_t head, int64_t index) {
   c.rows(c.q, n, head).load(chunk.q, first, count, 0, static_cast<float>(c.scale));
   c.rows(c.k, n, head).load(chunk.k, first, count);
   c.rows(c.v, n, head).load(chunk.v, first, count);
+  if (c.gain) {
+    load_vector(chunk.gain, c.rows(*c.gain, n, head), first, count);
+    scale_rows(chunk.v, chunk.v, chunk.gain.data());
+  }
   if (c.a) {
     c.rows(*c.a, n, head).load(chunk.a, first, count);
     c.rows(*c.b, n, head).load(chunk.b, first, count);
@@ -234,8 +239,8 @@ class Walk {
       StateRows(final, n, head, c.states).store(states[head - first_head]);
   }
 
-  // `grads` are those of q, k, v, g, beta, a, b, g_slow; undefined ones are left out. The parts of q and k stand one
-  // after the other along the first axis.
+  // `grads` are those of q, k, v, g, beta, a, b, g_slow, gain; undefined ones are left out. The parts of q and k stand
+  // one after the other along the first axis.
   void backward(int64_t n, int64_t first_head, int64_t last_head, const Tensor& borders, const Tensor& dout,
                 const Tensor& dfinal, const Tensor& dinitial, const std::vector<Tensor>& grads) {
     make_states(states, 1);
@@ -311,6 +316,7 @@ class Walk {
     each([scale](Vec x) { return x * scale; }, Mat(w.dq));
     store_shared(grads[0], w.dq, query_sums, i, n, head, first, count);
     store_shared(grads[1], w.dk, key_sums, i, n, head, first, count);
+    if (c.gain) store_gain(grads[8], chunk, n, head, first, count);
     c.rows(grads[2], n, head).store(w.dv, first, count);
     if (c.g) {
       const int64_t column = c.g_slow ? 1 : 0;
@@ -329,6 +335,14 @@ class Walk {
       c.rows(grads[5], n, head).store(w.da, first, count);
       c.rows(grads[6], n, head).store(w.db, first, count);
     }
+  }
+  // Turn the gradients of gain ⊙ v into those of v, and store those of the gain.
+  void store_gain(const Tensor& out, const Chunk& chunk, int64_t n, int64_t head, int64_t first, int64_t count) const {
+    const Rows to = c.rows(out, n, head);
+    const Mat v = chunk.v, dv = chunk.work().dv;
+    c.rows(c.v, n, head).load(v, first, count);
+    for (int64_t i = 0; i < count; i++) to.number(first + i) = dot(v.row(i), dv.row(i), v.cols);
+    scale_rows(dv, dv, chunk.gain.data());
   }
   // Add what the heads of a part give to their group, and store the sum with the last of them.
   void store_shared(const Tensor& out, const Mat& d, std::vector<Buffer>& sums, int64_t i, int64_t n, int64_t head,
@@ -380,9 +394,9 @@ void each_head(const Call& c, bool grads, F f) {
 
 std::tuple<Tensor, Tensor, Tensor> forward(
     std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor a,
-    OptionalTensor b, OptionalTensor g_slow, Tensor initial, OptionalTensor cu_seqlens, double scale,
-    int64_t chunk_size, bool save) {
-  const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+    OptionalTensor b, OptionalTensor g_slow, OptionalTensor gain, Tensor initial, OptionalTensor cu_seqlens,
+    double scale, int64_t chunk_size, bool save) {
+  const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, gain, cu_seqlens, scale, chunk_size);
   Tensor o = at::empty(v.sizes(), v.options()), final = at::empty_like(initial);
   Tensor borders = at::empty({save ? c.max_borders() : 0, c.heads, initial.size(2), initial.size(3)}, initial.options());
   each_head(c, false, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
@@ -392,9 +406,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(
 }
 
 std::vector<Tensor> backward(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
-                             OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor borders,
-                             OptionalTensor cu_seqlens, double scale, int64_t chunk_size, Tensor dout, Tensor dfinal) {
-  Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+                             OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, OptionalTensor gain,
+                             Tensor borders, OptionalTensor cu_seqlens, double scale, int64_t chunk_size, Tensor dout,
+                             Tensor dfinal) {
+  Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, gain, cu_seqlens, scale, chunk_size);
   c.part = choose_part(c);
   const Tensor none = at::empty({0}, q.options());
   auto like = [&](const OptionalTensor& x) { return x ? at::empty(x->sizes(), x->options()) : none; };
@@ -403,7 +418,8 @@ std::vector<Tensor> backward(std::string op, Tensor q, Tensor k, Tensor v, Optio
     if (parts(x) == 1) return like(x);
     return at::empty({parts(x) * x.size(0), x.size(1), x.size(2), x.size(3)}, x.options().dtype(at::kFloat));
   };
-  std::vector<Tensor> grads{like_parts(q), like_parts(k), like(v), like(g), like(beta), like(a), like(b), like(g_slow)};
+  std::vector<Tensor> grads{like_parts(q), like_parts(k), like(v),      like(g),   like(beta),
+                            like(a),       like(b),       like(g_slow), like(gain)};
   Tensor dinitial = at::empty_like(dfinal);
   each_head(c, true, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
     walk.backward(n, first, last, borders, dout, dfinal, dinitial, grads);
@@ -420,11 +436,12 @@ std::vector<Tensor> backward(std::string op, Tensor q, Tensor k, Tensor v, Optio
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "state_op(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? g_slow, "
-      "Tensor initial, Tensor? cu_seqlens, float scale, int chunk_size, bool save) -> (Tensor, Tensor, Tensor)");
+      "Tensor? gain, Tensor initial, Tensor? cu_seqlens, float scale, int chunk_size, bool save) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def(
       "state_op_backward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, "
-      "Tensor? g_slow, Tensor borders, Tensor? cu_seqlens, float scale, int chunk_size, Tensor dout, Tensor dfinal) "
-      "-> Tensor[]");
+      "Tensor? g_slow, Tensor? gain, Tensor borders, Tensor? cu_seqlens, float scale, int chunk_size, Tensor dout, "
+      "Tensor dfinal) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(halflife, CPU, m) {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch
 
-MOST = 4  # tensors of a launch
+MOST = 5  # tensors of a launch
 BLOCK = 256  # entries of a program
 
 
@@ -32,8 +32,8 @@ def _sum(x, out, entries, inner, parts, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def _parts_kernel(
-    x0, x1, x2, x3, out0, out1, out2, out3, n0, n1, n2, n3, inner0, inner1, inner2, inner3, p0, p1, p2, p3,
-    BLOCK: tl.constexpr,
+    x0, x1, x2, x3, x4, out0, out1, out2, out3, out4, n0, n1, n2, n3, n4, inner0, inner1, inner2, inner3, inner4,
+    p0, p1, p2, p3, p4, BLOCK: tl.constexpr,
 ):  # fmt: skip
     which = tl.program_id(1)
     if which == 0:
@@ -44,10 +44,12 @@ def _parts_kernel(
         _sum(x2, out2, n2, inner2, p2, BLOCK)
     if which == 3:
         _sum(x3, out3, n3, inner3, p3, BLOCK)
+    if which == 4:
+        _sum(x4, out4, n4, inner4, p4, BLOCK)
 
 
 def sums_of_parts(*given: tuple[Tensor | None, Tensor | None, int]) -> list[Tensor | None]:
-    """Sum parts `[outer, parts, inner]` to the shape and dtype of a tensor, for up to 4 `(parts, tensor, inner)`.
+    """Sum parts `[outer, parts, inner]` to the shape and dtype of a tensor, for up to 5 `(parts, tensor, inner)`.
 
     Both are contiguous. One part is no sum, and None stays None.
     """
