@@ -1,6 +1,5 @@
 """`halflife spectrum` on layers of spectral Koopman attention: the numbers it reports about operators."""
 
-import csv
 import dataclasses
 import json
 import math
@@ -12,7 +11,7 @@ from helpers import assert_raises, cases, generator
 from halflife.analysis import koopman, tables
 from halflife.analysis.capture import ska_layers
 from halflife.analysis.decays import measure_decays
-from halflife.analysis.koopman import Operator, eigenvector_condition
+from halflife.analysis.koopman import Operator
 from halflife.analysis.operators import measure_operators
 from halflife.analysis.survey import measure_models
 from halflife.cli import main
@@ -74,24 +73,17 @@ def test_numbers_are_those_of_the_keys_and_values(refresh, length):
         ours = [Operator.of_tokens(keys[n, h], values[n, h], 1e-2) for n in range(3)]
         energy = values[:, h].square().sum((1, 2))
         scaled = torch.stack([gamma * one.eigenvalues for one in ours])
-        kinds = koopman.modes(scaled)
         expected = {
             "sigma_max": [koopman.sigma_max(one) for one in ours],
             "condition": [koopman.condition(one) for one in ours],
-            "lambda_min": [one.levels[0] / k.norm(dim=-1).max() ** 2 for one, k in zip(ours, keys[:, h], strict=True)],
-            "eigenvector_condition": [eigenvector_condition(one.whitened) for one in ours],
             "unexplained": [
                 (v - k @ one.readout.mT).square().sum() / v.square().sum()
                 for one, k, v in zip(ours, keys[:, h], values[:, h], strict=True)
             ],
             "filter_bias": [koopman.filter_bias(o, 3, gamma, mix) / e for o, e in zip(ours, energy, strict=True)],
-            "linear_bound": [koopman.linear_bound(one) for one in ours],
             "linear_distance": [koopman.linear_distance(one) for one in ours],
-            "persistent": kinds.persistent.sum(1),
-            "transient": kinds.transient.sum(1),
-            "neither": kinds.neither.sum(1),
+            "persistent": koopman.modes(scaled).persistent.sum(1),
             "kept_2": (scaled.abs() ** 2).mean(1),
-            "kept_4": (scaled.abs() ** 4).mean(1),
         }
         for name, numbers in expected.items():
             assert getattr(head, name) == pytest.approx(sorted(float(x) for x in numbers)[1], rel=SINGLE), name
@@ -123,7 +115,7 @@ def test_a_text_below_a_chunk():
     (layer,) = measure_operators(hybrid(), ids_of(2, 7))
     assert layer.tokens == 0
     for head in layer.heads:
-        assert (head.sigma_max, head.condition, head.lambda_min, head.persistent) == (0, 1, 1e-3, 0)
+        assert (head.sigma_max, head.condition, head.persistent) == (0, 1, 0)
         assert math.isnan(head.unexplained)
 
 
@@ -156,7 +148,7 @@ def run_dir(tmp_path):
 
 def show_operators(result, output):
     show(*koopman_report.operator_tables(result))
-    return [*koopman_report.write_tables(result, output), *save(operators(result), output)]
+    return [koopman_report.write_data(result, output), *save(operators(result), output)]
 
 
 def write_all(folder, text, output):
@@ -168,7 +160,7 @@ def write_all(folder, text, output):
 def test_decays_and_operators_end_to_end(run_dir, tmp_path, capsys):
     output = tmp_path / "out"
     files = write_all(run_dir, tmp_path / "text", output)
-    names = ["decays.json", "decays.csv", "koopman.json", "koopman.csv", "koopman.png", "koopman.svg"]
+    names = ["decays.json", "decays.csv", "koopman.json", "koopman.png", "koopman.svg"]
     assert [file.name for file in files] == names
     out = capsys.readouterr().out
     for expected in ("Koopman operators of mamba2+ska", "3 × 32 tokens", "layer 2: 32 tokens in "):
@@ -177,11 +169,6 @@ def test_decays_and_operators_end_to_end(run_dir, tmp_path, capsys):
     assert [[layer["layer"] for layer in model["layers"]] for model in decay_models] == [[1], [0, 1]]
     data = json.loads((output / "koopman.json").read_text(), parse_constant=pytest.fail)
     assert [[layer["layer"] for layer in model["layers"]] for model in data["models"]] == [[0, 2]]
-    rows = list(csv.DictReader((output / "koopman.csv").read_text().splitlines()))
-    heads = [(layer, head) for layer in data["models"][0]["layers"] for head in layer["heads"]]
-    assert [(int(row["layer"]), int(row["head"])) for row in rows] == [(0, 0), (0, 1), (2, 0), (2, 1)]
-    assert [float(row["sigma_max"]) for row in rows] == [head["sigma_max"] for _, head in heads]
-    assert all("" not in row.values() for row in rows)
     before = {name: (output / name).read_bytes() for name in names}
     write_all(run_dir, tmp_path / "text", output)
     assert {file.name: file.read_bytes() for file in output.iterdir()} == before
@@ -213,7 +200,7 @@ def test_operators_without_any_decay(tmp_path):
     figure = draw(decays(result))
     assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["no layer with a decay"] * 3
     found = read_operators([tmp_path / "run"], [tmp_path / "text"], length=32)
-    assert len(show_operators(found, tmp_path / "out")) == 4
+    assert len(show_operators(found, tmp_path / "out")) == 3
 
 
 def test_a_text_below_a_chunk_is_written_and_drawn(run_dir, tmp_path):

@@ -1,4 +1,4 @@
-"""Gaps, coherence, responses and energy of decay spectra, and the data behind them, against PoST's statements."""
+"""Gaps, responses and energy of decay spectra, and the data behind them, against PoST's statements."""
 
 import math
 
@@ -47,22 +47,6 @@ def test_the_least_gap_collapses():
     logs = spectra.minimum_gap([5, 20], density=1 / 15, draw=lambda u: (1 + 15 * u).log(), trials=2000)
     assert all(mean < bound for mean, bound in zip(logs["mean"], logs["bound"], strict=True))
     assert_raises(ValueError, "two channels", spectra.minimum_gap, [1])
-
-
-def test_coherence_and_its_bound():
-    """Prop. 4.5 holds with equality in log-rates. As printed, in rates, the fastest pair breaks it."""
-    rates = geometric_rates(9, 1e3)
-    found = spectra.coherences(rates)
-    assert found["largest"] == pytest.approx(found["bound"], rel=EXACT)
-    a, b = rates[2].item(), rates[6].item()
-    assert found["matrix"][2][6] == pytest.approx(2 * math.sqrt(a * b) / (a + b), rel=1e-12)
-    theta, gap = 0.1, 0.3
-    even = spectra.coherences(theta + gap * torch.arange(6, dtype=torch.float64))
-    printed = 1 / math.cosh(math.log(1 + gap / theta) / 2)
-    assert even["matrix"][0][1] == pytest.approx(printed)
-    assert even["largest"] > 1.2 * printed
-    assert even["largest"] == pytest.approx(even["matrix"][4][5])
-    assert even["largest"] <= even["bound"] * (1 + EXACT)
 
 
 def test_channels_in_use():

@@ -99,7 +99,7 @@ def test_a_second_command_keeps_the_other_topics(made, inputs, capsys):
     main(["theory", *SIZES, "--seed", "7", "--only", "gaps", "errors", "--output", str(made)])
     shown = capsys.readouterr().out
     assert "gaps of random log-rates" in shown
-    assert "coherence" not in shown
+    assert "channels with time-scales" not in shown
     after = read_json(made / "theory.json")
     assert list(after) == list(before)
     changed = {name: before[name] for name in TOPICS if after[name] != before[name]}
@@ -126,11 +126,8 @@ def test_numbers_are_those_of_the_functions(made):
     assert [end for pair in ends for end in pair] == pytest.approx([1 / 60, 1, low, high, 0.01 / 60, 6])
     assert data["positions"][0]["errors"]["static"][-1] == paper
     assert data["gaps"]["bound"] == pytest.approx([math.log(60) / (n * n - 1) for n in (2, 3)])
-    assert data["coherence"]["geometric on [1/T, 1]"]["largest"] == pytest.approx(1 / math.cosh(math.log(60) / 4))
-    assert data["coherence"]["adapted to t = 8"]["largest"] == pytest.approx(1 / math.cosh(math.log(8) / 4))
     assert (data["channels"]["counted"][0], data["channels"]["counted"][-1]) == (1, 3)
     # With t_ref = 1 the time-scales at t are those of [1, T t].
-    assert data["coherence"]["run at t = 8, t_ref = 1"]["largest"] == pytest.approx(1 / math.cosh(math.log(480) / 4))
     assert data["channels"]["theorem"]["counted"][-1] == 3
     assert data["channels"]["default"]["counted"][-1] == 2  # 1, 60 and 3,600 tokens
     assert data["responses"]["positions"] == [4, 6, 60]

@@ -39,12 +39,10 @@ class HeadDecays(Quantiles):
     """The decays λ = e^g of one head on a text, with quantiles of λ over tokens and channels.
 
     Attributes:
-        half_lives: the half-life at each of these quantiles, in tokens, by the quantile's name.
         erased: the fraction of λ below ½, without the first token of each sequence.
         horizon: the lag in tokens at which a write has faded to 1/e, see `measure_decays`.
     """
 
-    half_lives: dict[str, float]
     erased: float
     horizon: float
 
@@ -197,7 +195,10 @@ class _Tally:
             "mean": g.exp().mean().item(), **quantiles, "half_life": half_life(quantiles["median"]),
             "slowest_half_life": half_life(rates.neg().exp().max().item()), "erased": erased.mean().item(),
             "horizon": max(horizons), "longest_lag": int(self.lags[-1]), "rates": rates.flatten().tolist(),
-            "heads": [_head(*numbers) for numbers in zip(by_head, erased.tolist(), horizons, strict=True)],
+            "heads": [
+                HeadDecays(**dict(zip(QUANTILES, decays, strict=True)), erased=share, horizon=reach)
+                for decays, share, reach in zip(by_head, erased.tolist(), horizons, strict=True)
+            ],
         }  # fmt: skip
 
     def horizons(self, energy: Tensor | float) -> list[float]:
@@ -223,14 +224,6 @@ class _SlowTally(_Tally):
         self.resets += resets[1:].double().mean(-1).sum().item()
         energy = retained_energy(self.fast.sums, self.lags, self.sums, next_reset(resets).unsqueeze(-1))
         self.energy_of_both = self.energy_of_both + energy
-
-
-def _head(decays: list[float], erased: float, reach: float) -> HeadDecays:
-    """The numbers of a head, from its quantiles of λ."""
-    return HeadDecays(
-        **dict(zip(QUANTILES, decays, strict=True)),
-        half_lives=dict(zip(QUANTILES, map(half_life, decays), strict=True)), erased=erased, horizon=reach,
-    )  # fmt: skip
 
 
 def half_life(decay: float) -> float:

@@ -20,8 +20,7 @@ from halflife.evaluation.memory import ska_crossover, ska_state_size
 from halflife.models import LanguageModel
 from halflife.ops.koopman.decays import weigh_tokens
 
-FILTER_POWERS = (2, 4)  # powers of the filter in the paper's tables (Prop. D.1)
-PERSISTENT_DELTA, TRANSIENT_RHO = 0.3, 0.7  # limits of persistent and of transient modes, see `koopman.modes`
+PERSISTENT_DELTA = 0.3  # the limit of persistent modes, see `koopman.modes`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,32 +35,24 @@ class HeadOperator(Quantiles):
     Attributes:
         head: the index of the head, from 0.
         sigma_max: σ_max(A_w).
-        eigenvector_condition: κ(V), the condition number of the eigenvectors of A_w.
         condition: κ(G̃).
-        lambda_min: λ_min(G̃) in units of m², the largest squared norm of a key.
         unexplained: the fraction of Σ ‖v‖² that ridge regression leaves.
         filter_bias: what the filter adds to the loss of ridge regression, as a fraction of Σ ‖v‖².
-        linear_bound, linear_distance: the bound of the distance to linear attention, and the distance.
-        persistent, transient, neither: the number of modes of each kind of Â, see `koopman.modes`.
-        kept_2, kept_4: the mean of |γλ|^K for K = 2 and 4.
+        linear_distance: the distance to linear attention, see `koopman.linear_distance`.
+        persistent: the number of persistent modes of Â, see `koopman.modes`.
+        kept_2: the mean of |γλ|², what a filter of K = 2 keeps.
         gamma, mix, eta: the layer's γ, μ and η for this head.
         eigenvalues: the eigenvalues of A_w in the first sequence, `[R]` pairs [real, imaginary].
     """
 
     head: int
     sigma_max: float
-    eigenvector_condition: float
     condition: float
-    lambda_min: float
     unexplained: float
     filter_bias: float
-    linear_bound: float
     linear_distance: float
     persistent: float
-    transient: float
-    neither: float
     kept_2: float
-    kept_4: float
     gamma: float
     mix: float
     eta: float
@@ -147,7 +138,7 @@ def _summarise(layer: int, mixer: SKALayer, statistics: list[_Statistics]) -> La
         for name, x in {**mixer.readout.settings(), "eta": mixer.readout.eta}.items()
     }
     numbers = {
-        **_numbers(operator, energy, settings, options["power"], options["ridge"]),
+        **_numbers(operator, energy, settings, options["power"]),
         **_mode_numbers(operator.eigenvalues, settings["gamma"]),
         **settings,
     }
@@ -166,18 +157,13 @@ def _summarise(layer: int, mixer: SKALayer, statistics: list[_Statistics]) -> La
     )  # fmt: skip
 
 
-def _numbers(
-    operator: Operator, energy: Tensor, settings: dict[str, Tensor], power: int, ridge: float
-) -> dict[str, Tensor]:
+def _numbers(operator: Operator, energy: Tensor, settings: dict[str, Tensor], power: int) -> dict[str, Tensor]:
     """The numbers of `HeadOperator` from statistics `[N, H, …]` and `energy [N, H]`, Σ ‖v‖²; each `[H]`."""
     numbers = {
         "sigma_max": koopman.sigma_max(operator),
-        "eigenvector_condition": koopman.eigenvector_condition(operator.whitened),
         "condition": koopman.condition(operator),
-        "lambda_min": koopman.lambda_min(operator) * ridge / operator.ridge,
         "unexplained": koopman.residual(operator, operator.readout, energy) / energy,
         "filter_bias": koopman.filter_bias(operator, power, settings["gamma"], settings["mix"]) / energy,
-        "linear_bound": koopman.linear_bound(operator),
         "linear_distance": koopman.linear_distance(operator),
     }
     return {name: x.median(0).values for name, x in numbers.items()}
@@ -189,10 +175,8 @@ def _mode_numbers(eigenvalues: Tensor, gamma: Tensor) -> dict[str, Tensor]:
         eigenvalues.abs().transpose(0, 1).flatten(1).numpy(), list(QUANTILES.values()), axis=1, method="lower"
     )
     scaled = eigenvalues * gamma.unsqueeze(-1)
-    kinds = koopman.modes(scaled, PERSISTENT_DELTA, TRANSIENT_RHO)
-    kept = {f"kept_{power}": koopman.filtered_amplitude(scaled, power) for power in FILTER_POWERS}
     return {
         **dict(zip(QUANTILES, torch.from_numpy(levels), strict=True)),
-        **{name: mask.sum(-1).median(0).values for name, mask in kinds._asdict().items()},
-        **{name: share.mean(-1).median(0).values for name, share in kept.items()},
+        "persistent": koopman.modes(scaled, PERSISTENT_DELTA).persistent.sum(-1).median(0).values,
+        "kept_2": koopman.filtered_amplitude(scaled, 2).mean(-1).median(0).values,
     }

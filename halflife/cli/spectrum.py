@@ -67,8 +67,7 @@ class Spectrum:
         from halflife.report.figures.spectrum import spectrum_figures
         from halflife.report.page.model_spectrum import write_spectrum_page
         from halflife.report.table import show
-        from halflife.report.tables.operators import operator_tables, operators_of
-        from halflife.report.tables.operators import write_tables as write_operators
+        from halflife.report.tables.operators import operator_tables, operators_of, write_data
         from halflife.report.tables.spectrum import spectrum_tables
 
         result = measure_models(
@@ -85,7 +84,7 @@ class Spectrum:
         with_ska = operators_of(result)
         if with_ska["models"]:
             show(*operator_tables(with_ska))
-            files += [*write_operators(with_ska, output), *save(operators(with_ska), output)]
+            files += [write_data(with_ska, output), *save(operators(with_ska), output)]
         if any(model["layers"] for model in result["models"]):
             files.append(write_spectrum_page(result, output, shlex.join(["halflife", *sys.argv[1:]])))
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -19,7 +19,6 @@ class Theory(TheorySettings):
       ends            the same for different slowest and fastest rates
       positions       the same at positions t ≤ T, for fixed and for position-adaptive rates
       gaps            the smallest gap of random log-rates
-      coherence       how much two channels resemble each other
       channels        how many channels are in use at position t
       responses       what is left of an input, by lag
       energy          how the energy of the state grows with the position

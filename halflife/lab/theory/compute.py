@@ -18,7 +18,7 @@ from halflife.data.tokenizers import BYTE_VOCABULARY, check_ids, read_ids
 from halflife.decay.minimax import best_endpoints, geometric_rates, taper
 from halflife.files import RESULT_JSON, THEORY_JSON, read_json, write_json
 from halflife.lab.theory import spectra
-from halflife.lab.theory.approximation import adapted_rates, best_step, linear_rates, random_rates
+from halflife.lab.theory.approximation import best_step
 from halflife.lab.theory.approximation_survey import error_by_channels, error_by_ends, error_by_position
 from halflife.lab.theory.correlations import bits, octave_information, power_law
 from halflife.lab.theory.costs import cost_table
@@ -42,19 +42,6 @@ def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
     first = max(4, min(2 * s.channels, s.length // 2))  # N weights fit as many positions
     positions = spectra.spread(first, s.length, 16).int().tolist()
     return [error_by_position(s.channels, s.length, positions, s.beta, ends=pair) for pair in ends]
-
-
-def _coherence(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
-    n, t, middle = s.channels, s.length, round(math.sqrt(s.length))
-    geometric = geometric_rates(n, t)
-    named = {
-        "random, log-uniform": random_rates(n, t, torch.Generator().manual_seed(s.seed), "log-uniform"),
-        "linear, best step": linear_rates(n, best_step(n, t, s.beta, cache=cache)),
-        "geometric on [1/T, 1]": geometric,
-        f"adapted to t = {middle:,}": adapted_rates(geometric, middle, t),
-        f"run at t = {middle:,}, t_ref = 1": adapted_rates(geometric, middle, 1),
-    }
-    return {name: spectra.coherences(rates) for name, rates in named.items()}
 
 
 def _channels(s: TheorySettings, _: Path | None) -> dict[str, Any]:
@@ -170,7 +157,7 @@ TOPICS: dict[str, Callable[[TheorySettings, Path | None], Any]] = {
     "positions": _positions,
     # Gaps of log-rates that are drawn uniformly on [−log T, 0].
     "gaps": lambda s, _: spectra.minimum_gap([n for n in s.all_counts if n > 1], 1 / math.log(s.length), seed=s.seed),
-    "coherence": _coherence, "channels": _channels, "responses": _responses, "energy": _energy,
+    "channels": _channels, "responses": _responses, "energy": _energy,
     "normalization": lambda s, _: relative_energies(s.channels, s.length),
     "taper": _taper, "autocovariance": _autocovariance, "blocks": _blocks, "density": _density,
     "information": _information, "gradients": lambda s, _: gradient_flow(seed=s.seed),

@@ -1,4 +1,4 @@
-"""Properties of a decay spectrum in the statements of PoST: gaps, coherence, channels in use, responses, energy, taper.
+"""Properties of a decay spectrum in the statements of PoST: gaps, channels in use, responses, energy, taper.
 
 Rates `[N]` ascend, as in `approximation`, and `p = log r`. If a statement of the paper is wrong, or its
 bound is larger than necessary, the docstring says so and gives the corrected statement.
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.analysis.model_spectrum import coherence
 from halflife.decay.minimax import taper
 from halflife.lab.theory.approximation import adapted_rates
 from halflife.lab.theory.koopman_bounds import Bound
@@ -58,23 +57,6 @@ def minimum_gap(
         rows["even"].append(((ends[1] - ends[0]) / (n - 1)).item())
         rows["largest"].append(gaps.amax(-1).mean().item())
     return {"channels": list(channels), "trials": trials, **rows}
-
-
-def coherences(rates: Float[Tensor, " N"]) -> dict[str, Any]:
-    """Return the spectral coherence of every pair of channels, and its largest value and bound (Def. 2.3, Prop. 4.5).
-
-    If δ is the smallest gap of log-rates p, the bound is sech(δ/2), and the pair with this gap reaches it. Prop. 4.5
-    uses gaps of rates, where Definition 4.4 has log-rates. With equal gaps of *rates* the ratio r_{k+1}/r_k falls with
-    k, so the worst pair would be the fastest one, not the slowest.
-
-    Returns:
-        "matrix" `[N][N]`, "largest" off the diagonal, "bound".
-    """
-    logs = torch.as_tensor(rates, dtype=torch.float64).log()
-    matrix = coherence(logs)
-    off = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
-    gap = logs.sort().values.diff().amin()
-    return {"matrix": matrix.tolist(), "largest": off.max().item(), "bound": (1 / torch.cosh(gap / 2)).item()}
 
 
 def effective_channels(

@@ -66,11 +66,6 @@ def _gaps(data: dict[str, Any]) -> Iterator[Table]:
     )
 
 
-def _coherence(data: dict[str, Any]) -> Iterator[Table]:
-    rows = [(name, f"{one['largest']:.5f}", f"{one['bound']:.5f}") for name, one in data.items()]
-    yield Table(("spectrum", "largest", "sech(δ/2), smallest gap δ"), rows, title="coherence of two channels")
-
-
 def _channels(data: dict[str, Any]) -> Iterator[Table]:
     forms = {"static": data, "t_ref = T": data["theorem"], "t_ref = 1": data["default"]}
     last = [(name, str(one["counted"][-1]), f"{one['law'][-1]:.1f}") for name, one in forms.items()]
@@ -252,7 +247,7 @@ def _statements(data: dict[str, Any]) -> Iterator[Table]:
 
 
 TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
-    "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps, "coherence": _coherence,
+    "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps,
     "channels": _channels, "energy": _energy, "normalization": _normalization, "taper": _taper,
     "autocovariance": _autocovariance, "blocks": _blocks, "density": _density, "information": _information,
     "gradients": _gradients, "phases": _phases, "gram": _gram, "costs": _costs,

@@ -7,45 +7,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from halflife.analysis.decays import QUANTILES
-from halflife.analysis.operators import FILTER_POWERS, PERSISTENT_DELTA, TRANSIENT_RHO
-from halflife.files import KOOPMAN_JSON, write_json, write_text
+from halflife.analysis.operators import PERSISTENT_DELTA
+from halflife.files import KOOPMAN_JSON, write_json
 from halflife.report.table import Table, grouped
 
-LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_size", "crossover")
-HEAD = (
-    "sigma_max", *QUANTILES, "persistent", "transient", "neither", *(f"kept_{power}" for power in FILTER_POWERS),
-    "eigenvector_condition", "condition", "lambda_min", "unexplained", "filter_bias", "linear_bound", "linear_distance",
-    "gamma", "mix", "eta",
-)  # fmt: skip
 HEADINGS = ("layer", "head", "σ max", "|λ|", "lasts", "kept", "κ(G̃)", "left", "bias", "linear", "γ", "μ", "η")
-COLUMNS = ("model", "layer", "head", *HEAD, *LAYER)
 
 
 def operators_of(measured: dict[str, Any]) -> dict[str, Any]:
     """Return the models that have an SKA layer, from `ModelMeasurements.to_dict()`.
 
     Returns:
-        `{"text", "tokenizer", "length", "sequences", "delta", "rho", "models": [{"model", "checkpoint", "layers"}]}`.
-        "layers" are those of `measure_operators`. "delta" and "rho" are the limits that count modes, `koopman.modes`.
+        `{"text", "tokenizer", "length", "sequences", "delta", "models": [{"model", "checkpoint", "layers"}]}`.
+        "layers" are those of `measure_operators`. "delta" is the limit of persistent modes, `koopman.modes`.
     """
     models = [
         {"model": model["model"], "checkpoint": model["checkpoint"], "layers": model["operators"]}
         for model in measured["models"] if model["operators"]
     ]  # fmt: skip
-    return {**measured, "delta": PERSISTENT_DELTA, "rho": TRANSIENT_RHO, "models": models}
+    return {**measured, "delta": PERSISTENT_DELTA, "models": models}
 
 
-def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the result of `operators_of` as `koopman.json` (null if not finite), `koopman.csv` (one row per head)."""
-    heads = (
-        {"model": model["model"], **layer, **head}
-        for model in result["models"] for layer in model["layers"] for head in layer["heads"]
-    )  # fmt: skip
-    files = [folder / KOOPMAN_JSON, folder / "koopman.csv"]
-    write_json(files[0], result)
-    write_text(files[1], Table(COLUMNS, [[head[name] for name in COLUMNS] for head in heads]).csv())
-    return files
+def write_data(result: dict[str, Any], folder: Path) -> Path:
+    """Write the result of `operators_of` as `koopman.json`, in which null stands for what is not finite."""
+    file = folder / KOOPMAN_JSON
+    write_json(file, result)
+    return file
 
 
 def operator_tables(result: dict[str, Any]) -> Iterator[Table]:
