@@ -129,13 +129,18 @@ def test_end_to_end(run_dir, tmp_path, capsys):
         assert expected in out
     folder = run_dir / "spectrum"
     names = ["decays.csv", "decays.json"]
-    drawn = ["decays", "spectrum", *(f"spectrum_{name}" for name in ("distribution", "heads", "modes", "taper"))]
+    drawn = ["decays", "spectrum", *(f"spectrum_{name}" for name in ("distribution", "modes", "taper"))]
     names += [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")] + ["report.html"]
     names.sort()
     files = {name: (folder / name).read_bytes() for name in names}
     data = json.loads(files["decays.json"], parse_constant=pytest.fail)
     layers = {model["model"].split()[0]: model["layers"] for model in data["models"]}
-    assert [len(found) for found in layers.values()] == [2, 0, 2, 2]
+    assert [len(found) for found in layers.values()] == [
+        2,
+        2,
+        0,
+        2,
+    ]  # in the order of the models in config.json, then by name
     rows = list(csv.DictReader(files["decays.csv"].decode().splitlines()))
     assert [float(row["median"]) for row in rows] == [
         layer["median"] for model in data["models"] for layer in model["layers"]
