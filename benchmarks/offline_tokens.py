@@ -57,6 +57,21 @@ def layer(parts: tuple[str, ...], key: int, value: int, heads: int = 16, groups:
     return found
 
 
+def maps() -> dict[str, list[Launch]]:
+    """The launches of maps with the norm before them, in bfloat16."""
+    from halflife.ops.backends.triton.passes.maps import _map
+
+    narrow, found = torch.bfloat16, {}
+    x, inner = (meta(1, 1, size, dtype=narrow) for size in (1024, 2048))
+    up, out = (meta(*shape, dtype=narrow) for shape in ((2752, 1024), (1024, 2048)))
+    for name, given in (
+        ("swiglu of a sum", (x, x, None, x[0, 0], up, up)), ("gated norm", (inner, None, inner, inner[0, 0], out, None))
+    ):  # fmt: skip
+        with offline_kernels.captured(found.setdefault(f"token, {name}", [])):
+            _map(*given, 1, 1e-5)
+    return found
+
+
 def launches() -> dict[str, list[Launch]]:
     """Case → its launches."""
     layers = {
@@ -70,7 +85,7 @@ def launches() -> dict[str, list[Launch]]:
         for name, parts in FORMS.items()
         for key, value in SIZES
     }
-    return steps | layers | decays()
+    return steps | layers | maps() | decays()
 
 
 def decays() -> dict[str, list[Launch]]:

@@ -9,11 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close, call_of, generator, op_inputs, relative_error, rounded
 from pairwise import crossed, slow_beyond
 
 from halflife import LanguageModel, ops, preset
+from halflife.layers import mlp as mlp_module
 from halflife.layers.mamba2 import Mamba2
+from halflife.layers.mlp import SwiGLU
+from halflife.layers.parts import RMSNorm
 from halflife.ops import recurrent
 from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
@@ -24,7 +28,7 @@ if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends.triton import laws, run_step, step
-from halflife.ops.backends.triton.passes import token
+from halflife.ops.backends.triton.passes import maps, token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = [
@@ -227,7 +231,7 @@ def token_by_kernel(layer, x, state):
     if isinstance(layer, Mamba2):
         z, xbc, f = layer.in_proj(x).split(layer.splits, -1)
         y, new = layer._token(x, xbc, f, position, state, packing)
-        return layer.out_proj(layer.norm(y.flatten(-2), z)), new
+        return layer._mapped(y.flatten(-2), z), new
     assert layer.one_kernel
     o, new = layer.decay(
         layer.decay_input(x), position=position, parts=True,
@@ -238,9 +242,10 @@ def token_by_kernel(layer, x, state):
 
 @torch.no_grad()
 @crossed(strength=1, name=LAYERS, dtype=[torch.float32, torch.bfloat16])
-def test_a_token_of_a_layer(name, dtype):
+def test_a_token_of_a_layer(name, dtype, monkeypatch):
     """From the projection to the next states, against float64, for sequences at different positions."""
     torch.manual_seed(0)
+    monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
     config = preset(name, hidden_size=64, num_layers=1, num_heads=4, mixer_options=LAYERS[name])
     exact = LanguageModel(config).blocks[0].mixer.bfloat16().double().eval()
     layer = copy.deepcopy(exact).to(dtype).to(DEVICE)
@@ -256,6 +261,69 @@ def test_a_token_of_a_layer(name, dtype):
     wanted = {"y": want, **{key: after[key] for key in new}}
     errors = {key: relative_error(got[key].double().cpu(), wanted[key]) for key in got}
     assert max(errors.values()) < 4 * WORST[dtype], errors
+
+
+def exact_map(x, norm, eps, weight, other=None, *, branch=None, gate=None, groups=1):
+    a = x if branch is None else x + branch
+    a = a if gate is None else a * F.silu(gate)
+    n = F.rms_norm(a.unflatten(-1, (groups, -1)), [a.shape[-1] // groups], eps=eps).flatten(-2) * norm
+    y = n @ weight.T if other is None else F.silu(n @ weight.T) * (n @ other.T)
+    return [y, *([] if branch is None else [a])]
+
+
+@crossed(
+    strength=1, form=["sum and swiglu", "sum", "gate", "groups"], dtype=[torch.float32, torch.bfloat16, torch.float16],
+    columns=[16, 1024], batch=[1, 3],
+)  # fmt: skip
+def test_a_map_with_the_norm_before_it(form, dtype, columns, batch, monkeypatch):
+    """Of tokens that are parts of wider tensors; blocks of channels and of rows are partly empty."""
+    monkeypatch.setattr(maps, "COLUMNS", columns)
+    draw = generator(form)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=draw).to(DEVICE, dtype)
+
+    given = {"x": randn(batch, 1, 80)[..., ::2], "norm": randn(40), "weight": randn(13, 40) / 6, "eps": 1e-3}
+    if "sum" in form:
+        given["branch"] = randn(batch, 2, 60)[:, :1, 10:50]
+    if "swiglu" in form:
+        given["other"] = randn(13, 40) / 6
+    if form in ("gate", "groups"):
+        given |= {"gate": randn(batch, 1, 80)[..., 40:], "groups": 2 if form == "groups" else 1}
+    wide = {name: x.double().cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    got, want = recurrent.map_of_norm(**given), exact_map(**wide)
+    assert {x.dtype for x in got} == {dtype}
+    for x, y in zip(got, want, strict=True):
+        assert_close(x.cpu(), y, 4 * WORST[dtype])
+
+
+@torch.no_grad()
+def test_swiglu_of_a_token_is_two_kernels(monkeypatch):
+    """The sum, the norm and the first maps of up to four sequences; else, or if somebody looks, each runs alone."""
+    torch.manual_seed(0)
+    mlp, norm = SwiGLU(32, 48).to(DEVICE), RMSNorm(32, eps=1e-5).to(DEVICE)
+    monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
+    taken = []
+    given = recurrent.map_of_norm
+    monkeypatch.setattr(mlp_module, "map_of_norm", lambda *a, **o: taken.append(1) or given(*a, **o))
+    sizes = {(1, 1): True, (4, 1): True, (5, 1): False, (1, 2): False}
+    for (batch, length), by_kernel in sizes.items():
+        x, y = torch.randn(2, batch, length, 32, device=DEVICE)
+        got = mlp.of_sum(x, y, norm)
+        assert bool(taken) == by_kernel
+        taken.clear()
+        want = x.double() + y.double(), mlp.double()(norm.double()(x.double() + y.double()))
+        mlp.float(), norm.float()
+        assert_close(dict(zip("xy", got, strict=True)), dict(zip("xy", want, strict=True)), 4 * WORST[torch.float32])
+    x, y = torch.randn(2, 1, 1, 32, device=DEVICE)
+    for module in (mlp, mlp.gate, norm):
+        with module.register_forward_hook(lambda *_: None):
+            mlp.of_sum(x, y, norm)
+    with torch.enable_grad():
+        mlp.of_sum(x, y, norm)
+    mlp.pass_backend = "chunked"
+    mlp.of_sum(x, y, norm)
+    assert not taken
 
 
 def test_where_a_kernel_takes_tokens(monkeypatch):

@@ -163,6 +163,11 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     return set_backend(built, options.get("backend", "auto"))
 
 
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether hooks or another `forward` see what modules give: those of FSDP2, of accelerate, of a user."""
+    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in modules)
+
+
 def pass_features(shared: Shared | None, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Put the keys, queries and values of a layer into `shared`, if there is one, for later layers (Echo, §6.1).
 

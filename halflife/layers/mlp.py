@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.layers.mixer import is_watched
+from halflife.layers.parts import RMSNorm
 from halflife.ops.fused import swiglu, swiglu_linear
 from halflife.ops.linear import weight_of
+from halflife.ops.recurrent import map_of_norm, takes_map
 from halflife.precision import Float32Module
 
 
@@ -114,6 +117,17 @@ class SwiGLU(nn.Module):
         self.gate = nn.Linear(hidden_size, width, bias=False)
         self.up = nn.Linear(hidden_size, width, bias=False)
         self.down = nn.Linear(width, hidden_size, bias=False)
+
+    def of_sum(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """`x + y`, and the MLP of the `norm` of this sum, whose norm and first maps are one kernel for a token."""
+        gate, up = weight_of(self.gate), weight_of(self.up)
+        plain = self.pass_backend == "auto" and not is_watched(self, norm)
+        if plain and type(norm) is RMSNorm and gate is not None and takes_map(x, y, norm.weight, gate, up):
+            assert norm.eps is not None
+            product, x = map_of_norm(x, norm.weight, norm.eps, gate, up, branch=y)
+            return x, self.down(product)
+        x, normed = norm(x, y)
+        return x, self(normed)
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.gate(x), self.up(x)

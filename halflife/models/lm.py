@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from halflife import layers
 from halflife.layers import Mixer, Shared, SharedTensors, State
 from halflife.layers.init import reset
+from halflife.layers.mixer import is_watched
+from halflife.layers.mlp import SwiGLU
 from halflife.layers.parts import set_backend
 from halflife.layers.tpe import Toeplitz
 from halflife.models.choices import mlp_of, norm_of, tpe_of
@@ -88,8 +90,11 @@ class Block(nn.Module):
                 y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
                 new = {**new, **{f"mlp.{name}": part for name, part in after.items()}}
             elif not x.is_cpu and takes_sum(self.mlp_norm) and not self.norms_after:
-                x, normed = self.mlp_norm(x, y)
-                y = self.mlp(normed)
+                if type(self.mlp) is SwiGLU:
+                    x, y = self.mlp.of_sum(x, y, self.mlp_norm)
+                else:
+                    x, normed = self.mlp_norm(x, y)
+                    y = self.mlp(normed)
             else:
                 x = x + y
                 y = self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))
@@ -109,11 +114,6 @@ class Block(nn.Module):
 def takes_sum(norm: nn.Module) -> bool:
     """Whether a norm also adds, in one pass over memory on a GPU."""
     return getattr(norm, "adds", False)
-
-
-def _is_watched(block: nn.Module) -> bool:
-    """Whether hooks or another `forward` see what a block gives: those of FSDP2, of accelerate, of a user."""
-    return bool(block._forward_hooks or block._forward_pre_hooks or "forward" in vars(block))
 
 
 def _part(state: State | None, owner: str = "") -> State | None:
@@ -197,7 +197,7 @@ class Backbone(nn.Module):
         """Whether the sum at the end of a block is left to the norm after it: on a GPU, if nobody looks at blocks."""
         if x.is_cpu or torch.compiler.is_compiling() or not takes_sum(self.norm):
             return False
-        return all(block.takes_branch and not _is_watched(block) for block in self.blocks)
+        return all(block.takes_branch and not is_watched(block) for block in self.blocks)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """The embeddings of token ids `[B, T]`; embeddings stay as they are."""

@@ -13,6 +13,7 @@ from halflife.ops.backends import triton
 from halflife.ops.call import Call
 from halflife.ops.chunked.groups import each_head
 from halflife.ops.laws import Unevaluated
+from halflife.precision import autocast_dtype
 
 
 def token_loop(
@@ -90,6 +91,33 @@ class Unconvolved(NamedTuple):
             self.groups, self.unit, self.most, scale, dtype, *law,
         )  # fmt: skip
         return o, conv, new
+
+
+def map_of_norm(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, other: Tensor | None = None, *, branch: Tensor | None = None,
+    gate: Tensor | None = None, groups: int = 1,
+) -> list[Tensor]:  # fmt: skip
+    """`RMSNorm(x ⊙ silu(gate)) Wᵀ`, or `RMSNorm(x + branch) Wᵀ` and the sum, of tokens that `takes_map` accepts.
+
+    Args:
+        x, branch, gate: channels `[B, 1, D]`.
+        norm, eps: weight `[D]` and eps of the norm.
+        weight: W `[F, D]`.
+        other: U `[F, D]`; the first result is then `silu(n Wᵀ) ⊙ (n Uᵀ)`, with n the norm.
+        groups: groups of channels, each with its own mean square.
+    """
+    return triton.custom_op("map")(x, branch, gate, norm, weight, other, groups, eps)
+
+
+def takes_map(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel takes the map of tokens x, with these other tensors and weights."""
+    if torch.is_grad_enabled() or x.shape[1] != 1 or len(x) > MOST_TOKENS or any(part is None for part in others):
+        return False
+    plain = autocast_dtype(x.device) is None and runs_kernels(x.device)
+    return plain and triton.why_not_pass("a token", _CUDA, (x, *others)) is None
+
+
+MOST_TOKENS = 4  # of which each reads the weights from cache; products of more are faster by cuBLAS
 
 
 def takes_token(x: Tensor, conv: Tensor, state: Tensor) -> bool:
