@@ -117,7 +117,7 @@ def takes_map(x: Tensor, *others: Tensor | None) -> bool:
     return plain and triton.why_not_pass("a token", _CUDA, (x, *others)) is None
 
 
-MOST_TOKENS = 4  # of which each reads the weights from cache; products of more are faster by cuBLAS
+MOST_TOKENS = 4  # whose products need no tensor cores: reading the weights takes longer
 
 
 def takes_token(x: Tensor, conv: Tensor, state: Tensor) -> bool:
