@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -109,3 +110,30 @@ def refused(capsys):
         return error
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium. A test that needs it is skipped on machines without one."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium on this machine")
+    from playwright.sync_api import sync_playwright
+
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=chromium, args=flags, timeout=120_000)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to be a CUDA machine with fla-core: `machine(capability=9, triton=(3, 6, 0), release=(0, 6, 0))`."""
+    from halflife.ops.backends import fla
+
+    def pretend(capability=8, triton=(3, 8, 0), release=(0, 6, 0)):
+        monkeypatch.setattr(fla, "_versions", lambda: (release, triton))
+        monkeypatch.setattr(fla, "_capability", lambda device: capability)
+
+    return pretend

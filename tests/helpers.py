@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halflife import LanguageModel, ops, preset
+from halflife import LanguageModel, layers, ops, preset
 from halflife.ops.call import Call
 from halflife.ops.spec import OPS as SPECS
 
@@ -354,3 +354,21 @@ def assert_raises(error, match, function, *arguments, **options):
     """Check that a call raises `error` with a message that matches `match`."""
     with pytest.raises(error, match=match):
         function(*arguments, **options)
+
+
+def ska_layer(hidden_size, **options):
+    """An SKA layer in float64. Its output map, which starts at zero, is drawn too."""
+    torch.manual_seed(0)
+    layer = layers.build("ska", hidden_size=hidden_size, **{"num_heads": 2, "rank": 6, "chunk_size": 3, **options})
+    torch.nn.init.normal_(layer.out_proj.weight)
+    return layer.double()
+
+
+def walk(decay, parameters):
+    """Move parameters by 100 random steps, as far as training would. Returns the decay."""
+    optimizer = torch.optim.Adam(parameters, lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        sum((p * torch.randn_like(p)).sum() for p in parameters).backward()
+        optimizer.step()
+    return decay

@@ -1,13 +1,11 @@
 """The pages of a server in headless Chromium: talking to a model, and the lens on what is typed."""
 
-import shutil
 import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 import uvicorn
-from test_look_page import FLAGS
 from test_serve import BYTES, alone, bpe, tiny
 
 from halflife.report.look import looker
@@ -37,20 +35,6 @@ def served(model, tokenizer=BYTES, key=None):
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium on this machine")
-    from playwright.sync_api import expect, sync_playwright
-
-    expect.set_options(timeout=20_000)
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=120_000)
-        yield launched
-        launched.close()
-
-
 @pytest.fixture
 def page(browser):
     page = browser.new_page(viewport={"width": 360, "height": 640}, color_scheme="dark")
@@ -67,7 +51,7 @@ def until(page, place, text):
     """Wait until an element has a text."""
     from playwright.sync_api import expect
 
-    expect(page.locator(place)).to_contain_text(text)
+    expect(page.locator(place)).to_contain_text(text, timeout=20_000)
 
 
 def test_a_text_is_continued_and_looked_at(page):

@@ -21,10 +21,7 @@ SIZES = {"hidden_size": WIDTH, "num_layers": 2, "vocab_size": 31, "num_heads": H
 def layer_of(**options):
     """A design-space block in float64 with noise in every parameter, and its input."""
     built = layers.build("linear", hidden_size=WIDTH, num_heads=HEADS, chunk_size=4, **options).double()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return built, torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    return add_noise(built, 0.2), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
 
 
 def per_head(x):

@@ -207,17 +207,6 @@ def test_low_precision_keeps_its_dtypes(op, on_a_cpu):
     assert relative_error(got["o"], run_op(op, arguments, backend="reference")["o"]) < 2**-8
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Pretend to be a CUDA machine: `machine(capability=9, triton=(3, 6, 0), fla=(0, 6, 0))`."""
-
-    def pretend(capability=8, triton=(3, 8, 0), release=(0, 6, 0)):
-        monkeypatch.setattr(fla, "_versions", lambda: (release, triton))
-        monkeypatch.setattr(fla, "_capability", lambda device: capability)
-
-    return pretend
-
-
 WIDE = {"key": 64, "value": 64}
 
 

@@ -160,17 +160,6 @@ def test_small_gradients_of_ridge_attention_are_scaled(on_a_cpu, monkeypatch):
         torch.autograd.grad(y.sum(), x["q"], create_graph=True)
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """Pretend to be a CUDA machine with fla-core: `machine(capability=9, triton=(3, 6, 0))`."""
-
-    def pretend(capability=8, triton=(3, 8, 0)):
-        monkeypatch.setattr(fla, "_versions", lambda: ((0, 6, 0), triton))
-        monkeypatch.setattr(fla, "_capability", lambda device: capability)
-
-    return pretend
-
-
 def why_not(op, state=None, **sizes):
     x = {n: y.requires_grad_() for n, y in arguments(op, **{"dtype": torch.bfloat16, "states": False, **sizes}).items()}
     if op == "forgetting_attention":

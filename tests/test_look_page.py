@@ -1,7 +1,5 @@
 """The page of the memory lens in headless Chromium."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ import halflife
 from halflife.models import LanguageModel, preset
 from halflife.report.page.look import Pair
 
-FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 LENGTH = 30
 
 
@@ -23,24 +20,16 @@ def lens():
 
 
 @pytest.fixture(scope="module")
-def page(lens, tmp_path_factory):
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium on this machine")
-    from playwright.sync_api import sync_playwright
-
+def page(lens, browser, tmp_path_factory):
     path = lens.save(tmp_path_factory.mktemp("look") / "look.html")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=120_000)
-        page = browser.new_page()
-        page.said, page.asked = [], []
-        page.on("console", lambda message: page.said.append(message.text))
-        page.on("pageerror", lambda error: page.said.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.goto(path.as_uri())
-        page.wait_for_function("document.getElementById('status').textContent")
-        yield page
-        browser.close()
+    page = browser.new_page()
+    page.said, page.asked = [], []
+    page.on("console", lambda message: page.said.append(message.text))
+    page.on("pageerror", lambda error: page.said.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_function("document.getElementById('status').textContent")
+    return page
 
 
 def alphas(page):

@@ -28,7 +28,6 @@ from halflife.training.config import ExecutionConfig
 
 MODELS = ("mamba2", "mamba2+post")
 LENGTH = 16
-FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 PATIENCE = 120_000  # milliseconds, for busy machines
 
 
@@ -64,19 +63,6 @@ def trained(tmp_path_factory):
         config, output, execution=ExecutionConfig(show=False), samples=("slow",), command="halflife train"
     )
     return output
-
-
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium on this machine")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE)
-        yield launched
-        launched.close()
 
 
 def opened(browser, folder, **context):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_look_page import FLAGS
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "playground"
@@ -48,15 +47,12 @@ def run(name, ids):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page(browser, tmp_path_factory):
     """The page without the site around it."""
-    chromium, runtime = shutil.which("chromium"), FOLDER / "vendor" / "ort-wasm-simd-threaded.wasm"
-    if chromium is None or (not runtime.exists() and shutil.which("npm") is None):
-        pytest.skip("there is no chromium, or no npm, on this machine")
-    if not runtime.exists():
+    if not (FOLDER / "vendor" / "ort-wasm-simd-threaded.wasm").exists():
+        if shutil.which("npm") is None:
+            pytest.skip("there is no npm on this machine")
         subprocess.run(["make", "docs/playground/vendor/installed"], cwd=ROOT, check=True)
-    from playwright.sync_api import sync_playwright
-
     folder = tmp_path_factory.mktemp("site")
     source = (ROOT / "docs" / "playground.md").read_text()
     body = source[source.index("<link") : source.index("</script>")]
@@ -64,17 +60,15 @@ def page(tmp_path_factory):
     (folder / "playground").symlink_to(FOLDER)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=120_000)
-        page = browser.new_page(viewport={"width": 360, "height": 640})
-        page.said, page.asked = [], []
-        page.on("pageerror", lambda error: page.said.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.goto(f"http://127.0.0.1:{server.server_port}/")
-        until(page, f"{len(ids(TEXT))} words, read by 3 models")
-        yield page
-        assert all(url.startswith(page.url) or url.startswith(("blob:", "data:")) for url in page.asked)
-        browser.close()
+    page = browser.new_page(viewport={"width": 360, "height": 640})
+    page.said, page.asked = [], []
+    page.on("pageerror", lambda error: page.said.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.goto(f"http://127.0.0.1:{server.server_port}/")
+    until(page, f"{len(ids(TEXT))} words, read by 3 models")
+    yield page
+    assert all(url.startswith(page.url) or url.startswith(("blob:", "data:")) for url in page.asked)
+    page.close()
     server.shutdown()
     server.server_close()
 

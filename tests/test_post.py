@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same, cases
+from helpers import assert_close, assert_raises, assert_same, cases, walk
 
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST, SpectralDecay
@@ -42,12 +42,7 @@ def post(name, granularity="scalar", heads=HEADS, **options):
 
 def trained(name, granularity="scalar"):
     decay = post(name, granularity)
-    optimizer = torch.optim.Adam(decay.parameters(), lr=0.05)
-    for _ in range(100):
-        optimizer.zero_grad()
-        sum((p * torch.randn_like(p)).sum() for p in (decay.theta, decay.delta)).backward()
-        optimizer.step()
-    return decay
+    return walk(decay, [decay.theta, decay.delta])
 
 
 def geometric(channels, slowest=1 / LENGTH, fastest=1.0):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, cases, outer, token_loop
+from helpers import add_noise, assert_close, assert_raises, cases, outer, token_loop
 
 from halflife import LanguageModel, decay, layers, param_groups, preset
 from halflife.decay import PoST
@@ -20,10 +20,7 @@ def layer_of(name, **changes):
     """The mixer of a preset in float64, with noise in every parameter, and its input."""
     config = preset(name, **SIZES, mixer_options={"chunk_size": 4, **changes})
     layer = layers.build(config.mixer, hidden_size=WIDTH, **config.mixer_options).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return layer, torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    return add_noise(layer, 0.2), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
 
 
 def spectrum(post):

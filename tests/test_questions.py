@@ -1,7 +1,6 @@
 """What a stranger asks first: a line of the README leads to a page whose first screen has the answer."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -35,22 +34,12 @@ def test_the_readme_leads_to_a_page_that_begins_with_the_answer(question):
 
 
 @pytest.mark.slow
-def test_the_first_screen_of_each_page_has_the_answers(site):  # noqa: F811
+def test_the_first_screen_of_each_page_has_the_answers(site, browser):  # noqa: F811
     """In a window of 1280 × 800, above its lower edge."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("there is no chromium")
-    from playwright.sync_api import sync_playwright
-
     missing = []
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=browser, args=["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        page = chromium.new_page(viewport={"width": 1280, "height": 800})
-        for question, (_, name, answers) in QUESTIONS.items():
-            page.goto((site / f"{name}.html").as_uri())
-            seen = page.evaluate(SEEN)
-            missing += [(question, answer) for answer in answers if answer not in " ".join(seen.split())]
-        chromium.close()
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    for question, (_, name, answers) in QUESTIONS.items():
+        page.goto((site / f"{name}.html").as_uri())
+        seen = page.evaluate(SEEN)
+        missing += [(question, answer) for answer in answers if answer not in " ".join(seen.split())]
     assert not missing

@@ -1,6 +1,5 @@
 """The documentation builds without a warning, all its links lead somewhere, and it needs no network."""
 
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -102,34 +101,24 @@ def test_diagrams_are_drawn_without_a_script(site):
     assert "flowchart" not in page
 
 
-def test_search_works_from_a_file(site):
+def test_search_works_from_a_file(site, browser):
     """The search finds a page in a browser without a server, and the pages load nothing but files."""
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("there is no chromium")
-    from playwright.sync_api import sync_playwright
-
     asked, errors = [], []
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=browser, args=["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        page = chromium.new_page()
-        page.set_default_timeout(60_000)
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto((site / "index.html").as_uri())
-        page.get_by_role("textbox", name="Search").click()
-        page.keyboard.type("tapering")
-        page.locator(".md-search-result__link").first.wait_for()
-        found = [link.get_attribute("href") or "" for link in page.locator(".md-search-result__link").all()]
-        page.keyboard.press("Control+A")
-        page.keyboard.type("which model")
-        first = page.locator(".md-search-result__link").first
-        page.wait_for_function("document.querySelector('.md-search-result__link')?.href.includes('model')")
-        answer = first.get_attribute("href") or ""
-        chromium.close()
+    page = browser.new_page()
+    page.set_default_timeout(60_000)
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto((site / "index.html").as_uri())
+    page.get_by_role("textbox", name="Search").click()
+    page.keyboard.type("tapering")
+    page.locator(".md-search-result__link").first.wait_for()
+    found = [link.get_attribute("href") or "" for link in page.locator(".md-search-result__link").all()]
+    page.keyboard.press("Control+A")
+    page.keyboard.type("which model")
+    first = page.locator(".md-search-result__link").first
+    page.wait_for_function("document.querySelector('.md-search-result__link')?.href.includes('model')")
+    answer = first.get_attribute("href") or ""
     assert any("post.html" in link for link in found)
     assert "results/overview.html" in answer, "pages come before functions (docs/search.py)"
     assert not [url for url in asked if urlsplit(url).scheme not in ("file", "data", "about")]

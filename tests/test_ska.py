@@ -1,23 +1,18 @@
 """The layer of spectral Koopman attention: its action mask, its Clebsch–Gordan lift, its options, its start."""
 
+from functools import partial
+
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same, assert_streams, cases, generator, slices
+from helpers import assert_close, assert_raises, assert_same, assert_streams, cases, generator, ska_layer, slices
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.parts import clebsch_gordan
 from halflife.ops import koopman_attention
 
 HIDDEN, LENGTH, HEADS = 16, 13, 2
+build = partial(ska_layer, HIDDEN)
 EXACT = 4 * 7e-13  # in float64, relative to the largest entry; the operators of a few keys have the condition 1/ε
-
-
-def build(**options):
-    torch.manual_seed(0)
-    layer = layers.build("ska", hidden_size=HIDDEN, **{"num_heads": HEADS, "rank": 6, "chunk_size": 3, **options})
-    with torch.no_grad():
-        layer.out_proj.weight.normal_()  # the output map starts at zero
-    return layer.double()
 
 
 def inputs(batch=2, length=LENGTH):

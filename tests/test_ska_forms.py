@@ -1,11 +1,12 @@
 """SKA and Echo as the paper prints them, against its listings, in float64: Appendix F, Eqs. 11 to 13, §3.5, G.1."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import add_noise, assert_close, assert_raises, assert_streams, cases, generator
+from helpers import add_noise, assert_close, assert_raises, assert_streams, cases, generator, ska_layer
 
 from halflife import LanguageModel, layers, preset
 from halflife.lab.experiments import EXPERIMENTS
@@ -15,6 +16,7 @@ from halflife.packing import Packing
 from halflife.runs.sweep import Cell
 
 HEADS, RANK, WIDTH, HIDDEN = 2, 5, 3, 16
+build = partial(ska_layer, HIDDEN, chunk_size=4)
 EXACT = 4 * 2e-9  # operators of few keys have the condition 1/ε
 SIZES = {"hidden_size": 32, "num_layers": 3, "vocab_size": 31, "num_heads": 4, "train_length": 16}
 RIDGE = 1e-3
@@ -167,14 +169,6 @@ def test_states_convert(pending):
     y, _ = koopman_attention(q[:, tail], k[:, tail], v[:, tail], chunk_size=4, initial_state=back)
     first, _ = koopman_attention(q[:, start : start + 4], k[:, head], v[:, head], mode="prefix")
     assert_close(y[:, :4], first, EXACT)
-
-
-def build(**options):
-    torch.manual_seed(0)
-    layer = layers.build("ska", hidden_size=HIDDEN, **{"num_heads": HEADS, "rank": 6, "chunk_size": 4, **options})
-    with torch.no_grad():
-        layer.out_proj.weight.normal_()  # it starts at zero
-    return layer.double()
 
 
 def tokens(length, batch=2):

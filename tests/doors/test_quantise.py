@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from combinations import combinations
-from helpers import assert_close
+from helpers import add_noise, assert_close
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -26,10 +26,7 @@ NAMES = [*PRESETS, *(next(n for base in PRESETS if (n := f"{base}+{m}") in VALID
 def drawn(model):
     """The model with maps that start at zero drawn at random, so that every map acts."""
     torch.manual_seed(0)
-    with torch.no_grad():
-        for x in model.parameters():
-            x += 0.05 * torch.randn_like(x)
-    return model.eval()
+    return add_noise(model, 0.05).eval()
 
 
 def build(name):
