@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from halflife.ops.arguments import even
 from halflife.ops.backends.triton.gates import GATE_RANK, NONE, Gates, mode_of, precision_of
 from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.linear_grads import FOUND, grads_kernel, log_grads_kernel
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.segments import (
     Segments,
@@ -22,7 +24,7 @@ from halflife.ops.backends.triton.segments import (
     settings_of,
 )
 from halflife.ops.backends.triton.sums import COUNTS, sums_kernel
-from halflife.ops.backends.triton.walks import grads_kernel, walk_kernel
+from halflife.ops.backends.triton.walks import walk_kernel
 from halflife.ops.chunked.groups import grads_of_heads
 
 
@@ -46,7 +48,7 @@ class Operands(NamedTuple):
 
     @property
     def heads(self) -> int:
-        return self.v.shape[2]
+        return max(self.k.shape[2], self.v.shape[2])  # keys, whose heads may be shared, are v where states are flipped
 
     def new_states(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate states `[count, H, K', V]`, with K' = 2K for two states."""
@@ -59,6 +61,12 @@ class Operands(NamedTuple):
         strides = (stride for x in (self.q, self.k, self.v) for stride in (x.stride(1), x.stride(2)))
         length, tokens = self.v.shape[1], self.v.shape[0] * self.v.shape[1]
         return s.table, self.scale, length, s.length, s.per_sequence, tokens, self.heads, *shared, *strides
+
+    def flipped(self, do: Tensor) -> Operands:
+        """The call whose outputs are the gradients of queries, and whose states are transposed."""
+        states = 2 if self.mode == GATE_RANK else 1
+        walk = settings_of("walk", self.v.shape[3], self.k.shape[3], self.q.dtype, states, self.walk.chunk)
+        return self._replace(q=do, k=self.v, v=self.k, walk=walk._replace(chunk=self.walk.chunk))
 
     def constants(self, tiles: Settings) -> dict:
         return {
@@ -108,16 +116,17 @@ def _call(
 
 
 def _walk(
-    call: Operands, do: Tensor | None = None, *, entering: Tensor | None = None, out: Tensor | None = None,
-    leaving: Tensor | None = None, carried: Tensor | None = None, states: Tensor | None = None,
+    call: Operands, *, back: bool = False, beside: Tensor | None = None, entering: Tensor | None = None,
+    out: Tensor | None = None, leaving: Tensor | None = None, carried: Tensor | None = None,
+    states: Tensor | None = None, reads: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The walk over segments; with `do` that from the end, for gradients of states and of v."""
-    if do is not None:
-        call = call._replace(q=call.k, k=call.q, v=do)
+    """The walk over segments; with `back` that from the end, and with `beside` that of transposed states."""
     if call.segments.count * call.heads:
+        other = call.q if beside is None else beside
         launch(walk_kernel, (call.heads * triton.cdiv(call.v.shape[3], call.walk.columns), call.segments.count))(
-            call.q, call.k, call.v, call.sums, call.gain, entering, out, leaving, carried, states, *call.tail(),
-            BACK=do is not None, **call.constants(call.walk),
+            call.q, call.k, call.v, beside, call.sums, call.gain, entering, out, leaving, carried, states, reads,
+            *call.tail(), call.heads // max(1, call.v.shape[2]), call.heads // max(1, other.shape[2]),
+            *other.stride()[1:3], BACK=back, FLIPPED=beside is not None, **call.constants(call.walk),
         )  # fmt: skip
 
 
@@ -172,27 +181,41 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, both log-decays, the gain and the initial states. No `dfinal` is zeros."""
     call = _call(q, k, v, g_slow, g_fast, gain, cu_seqlens, scale, chunk_size, back=True)
-    segments, heads, tiles = call.segments, call.heads, call.grads
-    narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    states = call.new_states(v.shape[0] * v.shape[1] // tiles.chunk + segments.count, narrow)
-    _walk(call, entering=initial if segments.whole else entering, states=states)
+    segments, heads, chunk, (batch, length) = call.segments, call.heads, call.grads.chunk, v.shape[:2]
+    flipped, from_end = call.flipped(do), call._replace(q=call.k, k=call.q, v=do)
+    tokens, key = batch * length, q.shape[3]
+    parts, columns = triton.cdiv(key, call.grads.rows), triton.cdiv(key, flipped.walk.columns)
+    dq, dk, dv = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do)
+    states = reads = found = passes = None
+    new = functools.partial(q.new_empty, dtype=torch.float32)
+    if call.mode != NONE:
+        narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        states = flipped.new_states(tokens // (2 * chunk) + segments.count, narrow)
+        reads = new(columns, call.mode, heads, tokens)
+        if parts == 1:
+            found, passes = new(FOUND[call.mode], heads, tokens), new(tokens // chunk + segments.count, heads, 3)
+    _walk(flipped, beside=call.q, entering=initial if segments.whole else entering, out=dq, states=states, reads=reads)
     if segments.whole:
         after, before = dfinal, None if initial is None else torch.empty_like(initial)
         dinitial = before
     else:
         update = call.new_states(segments.count)
-        _walk(call, do, leaving=update)
+        _walk(from_end, back=True, leaving=update)
         (after, dinitial), before = scan(call, update, carried, dfinal, call.mode, back=True), None
-    dq, dk, dv = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do)
-    parts = triton.cdiv(q.shape[3], tiles.rows)
-    numbers = [None if x is None else x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (*call.gates, gain)]
+    numbers = (*call.gates, gain)
+    grads = [None if x is None else new(parts, *x.shape) for x in numbers]
     if segments.count * heads:
         launch(grads_kernel, (heads * parts, segments.count))(
-            call.q, call.k, call.v, do, call.sums, *call.gates, gain, states, after, before, dq, dk, *numbers,
-            *call.tail(), **call.constants(tiles),
+            call.q, call.k, call.v, do, call.sums, states, after, before, dk, dv if parts == 1 else None, found, passes,
+            reads, *numbers, *grads, *call.tail(), READS=columns, **call.constants(call.grads),
         )  # fmt: skip
-        _walk(call, do, entering=after, out=dv)
-    size, tokens = q.shape[3], v.shape[0] * v.shape[1] * heads
-    of_numbers = [(x, like, tokens) for x, like in zip(numbers, (*call.gates, gain), strict=True)]
-    dq, dk, *found = sums_of_parts((dq, q, size), (dk, k, size), *of_numbers)
-    return dq, dk, dv, *found, dinitial
+        if parts > 1:
+            _walk(from_end, back=True, entering=after, out=dv)
+        elif call.mode != NONE:
+            launch(log_grads_kernel, (segments.count * (segments.length // chunk), heads))(
+                call.sums, found, passes, reads, *call.gates, *grads[:2], segments.table, length, segments.length,
+                segments.per_sequence, tokens, heads, chunk, call.mode, columns, num_warps=1,
+            )  # fmt: skip
+    of_numbers = [(x, like, tokens * heads) for x, like in zip(grads, numbers, strict=True)]
+    dq, dk, *summed = sums_of_parts((dq, q, key), (dk, k, key), *of_numbers)
+    return dq, dk, dv, *summed, dinitial

@@ -1,14 +1,9 @@
-"""Linear attention with no decay or a scalar one, and GateRank on it, as Triton kernels.
+"""Linear attention with no decay or a scalar one, and GateRank on it, as a Triton kernel that walks.
 
-`walk_kernel` goes over the chunks of a segment with the state in registers, and writes outputs, the state at the end,
-or the states that enter the chunks. `segments.scan_kernel` joins segments. The backward pass has one walk that keeps
-the states entering the chunks, one from the end that is the adjoint in V, and `grads_kernel`, which holds the gradient
-G of the state in registers and computes the other gradients of a chunk:
-
-    dS = (dO Vᵀ) ⊙ D,   dQ = dS K + w ⊙ (dO Sᵀ),   dK = dSᵀ Q + l ⊙ (V Gᵀ),   dV = (Q Kᵀ ⊙ D)ᵀ dO + l ⊙ (K G)
-
-with the weights w of queries and l of keys of `gates.py`. Where values have factors (`gain`), these multiply the
-columns of D, the weights l, and dV at the end.
+`walk_kernel` goes over the chunks of a segment with the state in registers, and writes outputs or the state at the end.
+`segments.scan_kernel` joins segments. With other roles the same walk computes the gradients of queries (values for
+keys and keys for values), and from the end those of values; `linear_grads.py` has the walk for the other gradients. Where values
+have factors (`gain`), these multiply the columns of D, the weights of keys, and the gradients of values at the end.
 
 Products of 16-bit inputs are computed in their dtype, with float32 sums. In products with a state bfloat16 stays
 bfloat16, and float16, whose range is too small for states, becomes TF32. float32 is exact.
@@ -21,7 +16,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from halflife.ops.backends.triton.gates import dot, log_grads_of_sums, pair_sums, put_log_grad
+from halflife.ops.backends.triton.gates import dot
 from halflife.ops.backends.triton.segments import segment_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
 
@@ -51,6 +46,15 @@ def store(at, value, rows, cols, inside, stride, SIZE: tl.constexpr, BLOCK: tl.c
 def load_state(at, rows, cols, K: tl.constexpr, V: tl.constexpr):
     """Load a block of a state `[K, V]`."""
     return tl.load(at + rows[:, None] * V + cols[None, :], mask=(rows < K)[:, None] & (cols < V)[None, :], other=0.0)
+
+
+@triton.jit
+@no_type_check
+def entering_state(at, rows, cols, K: tl.constexpr, V: tl.constexpr, FLIPPED: tl.constexpr):
+    """Load a block of a state, or of a state `[V, K]` whose transpose it is."""
+    if FLIPPED:
+        return tl.trans(load_state(at, cols, rows, V, K))
+    return load_state(at, rows, cols, K, V)
 
 
 @triton.jit
@@ -88,17 +92,19 @@ def factors(gain, token, cc, inside, h, H: tl.constexpr):
 @triton.jit
 @no_type_check
 def walk_kernel(
-    q, k, v, sums, gain, entering, out, leaving, carried, states, table, scale, T, LENGTH, PER, TOKENS,
+    q, k, v, beside, sums, gain, entering, out, leaving, carried, states, reads, table, scale, T, LENGTH, PER, TOKENS,
     H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr,
-    KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    MODE: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr,
+    KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, SV: tl.constexpr, SB: tl.constexpr, BT: tl.constexpr,
+    BH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr,
+    FLIPPED: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The walk over a segment, for one head and BV columns of its state. What is None is not read or written.
 
     It starts from `entering`, or zeros, and writes `out`, the state after the segment and the factors of a state that
-    passes it (`leaving`, `carried`), and the state entering each chunk (`states`). BACK walks from the end with the
-    gradient of the state: k are queries and v the gradients of outputs.
+    passes it (`leaving`, `carried`). BACK walks from the end with the gradient of the state: k are queries and v the
+    gradients of outputs. FLIPPED writes the gradients of queries: q are the gradients of outputs, k values and v keys,
+    and states in memory are transposed. It also writes the state entering every second chunk (`states`), and for each
+    token and state what it reads times the gradient (`reads`), for which it needs the queries (`beside`).
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
@@ -112,9 +118,9 @@ def walk_kernel(
     fast = tl.zeros([BK, BV], tl.float32)
     slow = tl.zeros([BK, BV], tl.float32)
     if entering is not None:
-        fast = load_state(entering + place, kk, vv, K, V)
+        fast = entering_state(entering + place, kk, vv, K, V, FLIPPED)
         if MODE == 2:
-            slow = load_state(entering + place + K * V, kk, vv, K, V)
+            slow = entering_state(entering + place + K * V, kk, vv, K, V, FLIPPED)
     kept_all = 1.0
     joined_all = 0.0
     stays_all = 1.0
@@ -124,14 +130,14 @@ def walk_kernel(
         inside = cc < tokens - index * C
         token = first + index * C
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
-        vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
         at = token if MODE == 0 else sums + h * TOKENS + token
         size = tl.minimum(C, tokens - index * C)
         if states is not None:
-            here = states + ((token // C + segment) * H + h) * STATE
-            store_state(here, fast, kk, vv, K, V)
+            even = tl.where(index % 2 == 0, kk, K)  # columns outside of the state are not stored
+            here = states + ((token // (2 * C) + segment) * H + h) * STATE
+            store_state(here, tl.trans(fast), vv, even, V, K)
             if MODE == 2:
-                store_state(here + K * V, slow, kk, vv, K, V)
+                store_state(here + K * V, tl.trans(slow), vv, even, V, K)
         if out is not None:
             qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
             if BACK:
@@ -142,9 +148,17 @@ def walk_kernel(
                 weight_slow *= scale
             wide = beside_state(qs)
             o = dot(wide, fast.to(wide.dtype), tl.zeros([C, BV], tl.float32), PRECISION) * weight[:, None]
+            if reads is not None:
+                queries = load(beside + token * BT + (h // SB) * BH, cc, vv, inside, BT, V, BV).to(tl.float32)
+                here = reads + ((tl.program_id(0) % PARTS) * MODE * H + h) * TOKENS + token + cc
+                tl.store(here, tl.sum(o * queries, 1), mask=inside)
             if MODE == 2:
-                read = dot(wide, slow.to(wide.dtype), tl.zeros([C, BV], tl.float32), PRECISION)
-                o += read * weight_slow[:, None]
+                read = dot(wide, slow.to(wide.dtype), tl.zeros([C, BV], tl.float32), PRECISION) * weight_slow[:, None]
+                if reads is not None:
+                    tl.store(here + H * TOKENS, tl.sum(read * queries, 1), mask=inside)
+                o += read
+        vs = load(v + token * VT + (h // SV) * VH, cc, vv, inside, VT, V, BV)
+        if out is not None:
             scores = dot(qs, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
             scores *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE, BACK) * scale
             if gain is not None and not BACK:
@@ -190,139 +204,3 @@ def walk_kernel(
             tl.store(at, kept_all)
             tl.store(at + 1, joined_all)
             tl.store(at + 2, stays_all)
-
-
-@triton.jit
-@no_type_check
-def grads_kernel(
-    q, k, v, do, sums, g_slow, g_fast, gain, states, entering, leaving, dq, dk, dg_slow, dg_fast, dgain, table, scale,
-    T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr,
-    KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """The walk from the end of a segment for one head and BK rows of its state: gradients of q, k, log-decays and gain.
-
-    `entering` is the gradient of the state after the segment (None is zeros), and `leaving` becomes that of the state
-    before it. The gradients of log-decays and of the gain are sums over the blocks of rows, and each program stores its
-    own.
-    """
-    PARTS: tl.constexpr = (K + BK - 1) // BK
-    STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
-    h = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    segment = tl.program_id(1)
-    first, tokens = segment_tokens(table, segment, T, LENGTH, PER)
-    cc = tl.arange(0, C)
-    kk = part * BK + tl.arange(0, BK)
-    vv = tl.arange(0, BV)
-    place = (segment.to(tl.int64) * H + h) * STATE
-    fast = tl.zeros([BK, BV], tl.float32)
-    slow = tl.zeros([BK, BV], tl.float32)
-    if entering is not None:
-        fast = load_state(entering + place, kk, vv, K, V)
-        if MODE == 2:
-            slow = load_state(entering + place + K * V, kk, vv, K, V)
-    count = tl.cdiv(tokens, C)
-    for step in tl.range(0, count, num_stages=STAGES):
-        index = count - 1 - step
-        inside = cc < tokens - index * C
-        token = first + index * C
-        rows = (token + cc) * H + h
-        vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
-        dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
-        here = states + ((token // C + segment) * H + h) * STATE
-        at = token if MODE == 0 else sums + h * TOKENS + token
-        size = tl.minimum(C, tokens - index * C)
-        weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
-        weight *= scale
-        weight_slow *= scale
-        left, left_slow = stored_leaves(at, H * TOKENS, cc, inside, size, C, MODE)
-        wide_v = beside_state(vs)
-        wide_do = beside_state(dos)
-
-        dscores = dot(dos, tl.trans(vs), tl.zeros([C, C], tl.float32), PRECISION)
-        dscores *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE) * scale
-        qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
-        ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
-        if MODE != 0 or gain is not None:
-            scores = dot(qs, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
-        if gain is not None:
-            of_gain = tl.sum(scores * dscores, 0)
-            dscores *= factors(gain, token, cc, inside, h, H)[None, :]
-        if MODE != 0:
-            seg = tl.zeros([C], tl.float32)
-            if MODE == 2:
-                seg = tl.load(at + 4 * H * TOKENS + cc, mask=inside, other=0.0).to(tl.float32)
-            within, across, gone = pair_sums(scores * dscores, seg, C, MODE)
-        dscores = dscores.to(qs.dtype)
-
-        state = load_state(here, kk, vv, K, V)
-        dqs = dot(wide_do, tl.trans(state), tl.zeros([C, BK], tl.float32), PRECISION) * weight[:, None]
-        if MODE != 0:
-            read_fast = tl.sum(dqs * qs.to(tl.float32), 1)
-        if MODE == 2:
-            state_slow = load_state(here + K * V, kk, vv, K, V)
-            through = dot(wide_do, tl.trans(state_slow), tl.zeros([C, BK], tl.float32), PRECISION)
-            through *= weight_slow[:, None]
-            read_slowly = tl.sum(through * qs.to(tl.float32), 1)
-            dqs += through
-        dqs = dot(dscores, ks, dqs, PRECISION)
-        store(dq + (token * H + h) * K, dqs, cc, kk, inside, H * K, K, BK)
-
-        # dKᵀ, so that neither dS nor G, which are results of products, is an operand's transpose (see gates.py).
-        dks = dot(fast.to(wide_v.dtype), tl.trans(wide_v), tl.zeros([BK, C], tl.float32), PRECISION) * left[None, :]
-        if MODE != 0 or gain is not None:
-            keys = tl.trans(ks).to(tl.float32)
-            left_fast = tl.sum(dks * keys, 0)
-        if gain is not None:
-            factor = factors(gain, token, cc, inside, h, H)
-            of_gain += left_fast
-            left_fast *= factor
-            dks *= factor[None, :]
-        if MODE == 2:
-            through = dot(slow.to(wide_v.dtype), tl.trans(wide_v), tl.zeros([BK, C], tl.float32), PRECISION)
-            through *= left_slow[None, :]
-            left_slowly = tl.sum(through * keys, 0)
-            if gain is not None:
-                of_gain += left_slowly
-                left_slowly *= factor
-                through *= factor[None, :]
-            dks += through
-        dks = dot(tl.trans(qs), dscores, dks, PRECISION)
-        if gain is not None:
-            tl.store(dgain + part * H * TOKENS + rows, of_gain, mask=inside)
-        there = inside[None, :] & (kk < K)[:, None]
-        column = dk + (token * H + h) * K + cc[None, :] * (H * K) + kk[:, None]
-        tl.store(column, dks.to(dk.dtype.element_ty), mask=there)
-
-        kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
-        if MODE != 0:
-            again = load_state(here, kk, vv, K, V)  # once more, so that it holds no registers until here
-            passed = kept * tl.sum(again.to(tl.float32) * fast)
-            met = 0.0
-            stayed = 0.0
-            if MODE == 2:
-                met = joined * tl.sum(again.to(tl.float32) * slow)
-                again = load_state(here + K * V, kk, vv, K, V)
-                stayed = stays * tl.sum(again.to(tl.float32) * slow)
-                reset = (tl.load(g_slow + rows, mask=inside, other=0.0) != 0).to(tl.int32)
-                grad_slow, grad_fast = log_grads_of_sums(
-                    within, across, gone, read_fast, read_slowly, left_fast, left_slowly, passed + met, met, stayed,
-                    reset, seg, C,
-                )  # fmt: skip
-                put_log_grad(dg_slow + part * H * TOKENS, grad_slow, g_slow, rows, inside)
-            else:
-                later = cc[:, None] >= cc[None, :]  # [i, t]; sums in which nothing cancels
-                grad_fast = tl.sum(tl.where(later, (within + read_fast)[:, None], left_fast[:, None]), 0) + passed
-            put_log_grad(dg_fast + part * H * TOKENS, grad_fast, g_fast, rows, inside)
-        queries = tl.trans(qs)
-        if MODE == 2:
-            fast = dot(queries, weighted(dos, weight), kept * fast + joined * slow, PRECISION)
-            slow = dot(queries, weighted(dos, weight_slow), stays * slow, PRECISION)
-        else:
-            fast = dot(queries, weighted(dos, weight), kept * fast, PRECISION)
-    if leaving is not None:
-        store_state(leaving + place, fast, kk, vv, K, V)
-        if MODE == 2:
-            store_state(leaving + place + K * V, slow, kk, vv, K, V)
