@@ -157,11 +157,12 @@ def launches_of(
 
 
 def launches_by_target(case: Case) -> list[dict[str, Launch]]:
-    """Each launch of a case, for each target."""
-    by_target = [
-        [x for shape in case.shapes for part in launches_of(case, *shape, target) for x in part] for target in TARGETS
-    ]
-    return [dict(zip(TARGETS, launches, strict=True)) for launches in zip(*by_target, strict=True)]
+    """Each launch of a case, for each target. One that only the tiles of other targets need counts for all."""
+    found: dict[str, dict[str, Launch]] = {}
+    for target in TARGETS:
+        for launch in [x for shape in case.shapes for part in launches_of(case, *shape, target) for x in part]:
+            found.setdefault(name_of(launch, ""), {}).setdefault(target, launch)
+    return [dict.fromkeys(TARGETS, next(iter(launches.values()))) | launches for launches in found.values()]
 
 
 def name_of(launch: Launch, case: str) -> str:

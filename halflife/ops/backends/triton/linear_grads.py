@@ -4,9 +4,9 @@ A walk from the end of a segment holds the gradient G of the state in registers,
 
     dS = (dO Vᵀ) ⊙ D,   dK = dSᵀ Q + l ⊙ (V Gᵀ),   dV = (Q Kᵀ ⊙ D)ᵀ dO + l ⊙ (K G)
 
-with the weights l of keys of `gates.py`, which factors of values (`gain`) multiply like the columns of D and dV. The gradient of a log-decay needs the state S that enters a chunk too, as the
-product ⟨S, G⟩. The walk for dQ (`walks.py`) stores every second one, for half the bytes. Where the rows of a state do
-not fit one program, each program has some, and dV is a walk of its own.
+with the weights l of keys of `gates.py`; a `gain` multiplies what `walks.py` says. The gradient of a log-decay needs
+the state S that enters a chunk too, as the product ⟨S, G⟩. The walk for dQ stores every second one, for half the bytes.
+Where the rows of a state do not fit one program, each program has some, and dV is a walk of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ FOUND = (0, 2, 5)  # numbers a token that gradients of log-decays are sums of, b
 @no_type_check
 def passing(
     k, v, sums, stride, gain, here, fast, slow, cc, kk, vv, odd, size, H: tl.constexpr, KT: tl.constexpr,
-    VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+    VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Products of states entering a chunk with gradients of states after it: fast · fast, fast · slow, slow · slow.
 
@@ -152,8 +153,8 @@ def grads_kernel(
             odd = index % 2
             here = states + (((token - odd * C) // (2 * C) + segment) * H + h) * STATE
             passed, met, stayed = passing(
-                keys_at, values_at, at, H * TOKENS, factors_at, here, fast, slow, cc, kk, vv, odd, size, H, KT, VT, K, V, C,
-                BK, BV, MODE, PRECISION,
+                keys_at, values_at, at, H * TOKENS, factors_at, here, fast, slow, cc, kk, vv, odd, size, H, KT, VT, K,
+                V, C, BK, BV, MODE, PRECISION,
             )  # fmt: skip
             passed *= kept
             met *= joined

@@ -2,8 +2,8 @@
 
 `walk_kernel` goes over the chunks of a segment with the state in registers, and writes outputs or the state at the end.
 `segments.scan_kernel` joins segments. With other roles the same walk computes the gradients of queries (values for
-keys and keys for values), and from the end those of values; `linear_grads.py` has the walk for the other gradients. Where values
-have factors (`gain`), these multiply the columns of D, the weights of keys, and the gradients of values at the end.
+keys and keys for values), and from the end those of values; `linear_grads.py` has the walk for the other gradients.
+Where values have factors (`gain`), these multiply the columns of D, the weights l, and dV at the end.
 
 Products of 16-bit inputs are computed in their dtype, with float32 sums. In products with a state bfloat16 stays
 bfloat16, and float16, whose range is too small for states, becomes TF32. float32 is exact.
