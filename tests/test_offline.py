@@ -148,14 +148,15 @@ def test_the_figures_are_those_of_this_code():
 COMPILING = """
 import sys
 sys.path[:0] = ["benchmarks"]
-import offline
+import offline, torch
 from triton.backends.nvidia.compiler import CUDABackend
 CUDABackend.make_cubin = lambda *_: b""  # the assembler has no part in it, and takes most of the time
 seen = set()
-for target in ("sm_90", "sm_80"):
+for target, dtype in (("sm_90", torch.float16), ("sm_80", torch.bfloat16)):
     calls = offline.offline_tokens.launches() | offline.offline_passes.launches()
     for case, call in offline.CASES.items():
-        parts = [part for shape in call.shapes for part in offline.launches_of(call, *shape, target)]
+        own = call._replace(dtype=dtype)
+        parts = [part for shape in own.shapes for part in offline.launches_of(own, *shape, target)]
         calls[case] = [launch for part in parts for launch in part]
     for case, launches in calls.items():
         for launch in launches:
