@@ -455,7 +455,10 @@ def test_inverse(size, dtype, error):
 def given_to_the_op(update, mode, cu_seqlens):
     """The arguments of an op of the kernels, and of its backward op."""
     arguments = single(update, mode, 5, sequences=2 if cu_seqlens else None)
-    names = ["q", "k", "v", *(["beta"] if update == "delta" else []), "g_slow", "g", "initial_state"]
+    if update == "linear" and cu_seqlens:
+        arguments["gain"] = arguments["g"].exp()
+    own = {"delta": ["beta", "g_slow", "g"], "linear": ["g_slow", "g", "gain"]}
+    names = ["q", "k", "v", *own[update], "initial_state"]
     tensors = [None if (x := arguments.get(name)) is None else x.to(DEVICE) for name in names]
     bounds = torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None
     given = (*tensors, bounds, SCALE, 64)
