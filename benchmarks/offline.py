@@ -44,7 +44,9 @@ LAUNCH_MS = 0.003  # the least that a launch takes
 KERNELS = 1.17e12  # bytes/s that an H100 gave our kernels of 2026-11-26; later ones await their timing
 MODELS = [
     "mamba2", "mamba2+post", "mamba2+gate_rank", "mamba2+post+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank",
-    "gla", "rwkv7", "llama", "mamba2+ska",
+    "gla", "rwkv7", "llama", "mamba2+ska", "retnet", "tnl", "tnl_released", "tnl_l", "simple", "hgrn2", "lightnet",
+    "longhorn", "longhorn_paper", "mamba3", "mamba3_mimo", "mamba3_echo", "deltanet", "kda", "gdn2", "comba",
+    "deltaproduct", "mesa", "fox",
 ]  # fmt: skip
 OPTIONAL = ("out", "states", "leaving")  # tensors that a walk writes if it is given them
 NARROW = (torch.bfloat16, torch.float16)

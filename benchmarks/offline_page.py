@@ -34,6 +34,7 @@ of q, k, v and o, three times with backward. Predictions are too low; measured i
 A layer of width {hidden} on {batch} × {length} tokens without fla-core, forward/with backward. Targets: 12 launches
 forward, 6 a token, 0 breaks (of two layers). The time is of {layers} layers without loss and optimiser, at {copy} TB/s
 (our kernels {triton}), {product} TFLOP/s and ≥ 3 µs a launch. Tokens are decoded in bfloat16.
+`echo` is `mamba2+ska` with another MLP; `auto` takes fla-core's kernels for `fox` and `mesa` where it is installed.
 
 {models}
 

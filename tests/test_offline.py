@@ -11,6 +11,8 @@ import pytest
 import torch
 from helpers import cases
 
+from halflife.models.presets.presets import PRESETS
+
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
@@ -56,7 +58,8 @@ def test_ops_and_models_ask_for_no_more_than_before():
     now = limits.missed_bytes(DATA["ops"])
     assert set(now) <= set(DATA["ops_today"])
     assert limits.more(now, DATA["ops_today"]) == []
-    assert set(DATA["models"]) == set(DATA["models_today"])
+    assert set(DATA["models"]) == set(DATA["models_today"]) == set(script("offline").MODELS)
+    assert set(PRESETS) - {"echo", "echo_paper"} <= set(DATA["models"])  # which are mamba2 and +ska with another MLP
     assert limits.more(DATA["models"], DATA["models_today"]) == []
     row = {"launches": 3}
     assert limits.more({"a": row, "b": [2, 2]}, {"a": {"launches": 2}, "b": [1, 2]}) == [
