@@ -90,6 +90,7 @@ def _widened(slot: Tensor, columns: Iterator[Tensor] | None) -> Iterator[list[tu
 
         def run(call: Call) -> tuple[Tensor, Tensor]:
             nonlocal inside
+            call = dispatch.folded(call)  # columns have no gain
             v, state = call["v"], call.first_state()
             before = state.new_zeros(*state.shape[:-1], len(slot)) if columns is None else next(columns)
             values = torch.cat([v, slot.to(v.dtype).expand(*v.shape[:-1], -1)], -1)

@@ -38,3 +38,4 @@ halflife compare mamba3_echo+ska_paper mamba3_echo+attention --experiment echo-t
 
 halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 2000
 halflife compare cg-ska-1.5:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 750
+halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 1 --steps 2000 --lr 1e-3

@@ -134,7 +134,10 @@ class Mamba2(HasMemory, Mixer):
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch().exp()
-        y, memory = self.memory(x, q, k, values, g, None, state, packing, gain=step, scale=1, **self.op_options)
+        y, memory = self.memory(
+            x, q, k, values, g, None, state, packing, gain=step, scale=1,
+            chunk_size=self.chunk_size, backend=self.backend,
+        )  # fmt: skip
         mapped = not x.is_cpu and type(self.norm) is GatedRMSNorm  # which takes the map with it
         weight = weight_of(self.out_proj) if mapped else None
         norm = partial(self.norm, z=z) if weight is None else partial(self.norm, z=z, weight=weight)
