@@ -61,7 +61,7 @@ def _kernels(data: dict[str, Any]) -> str:
     rows, simple = [], []
     for kernel, names in groups.items():
         if not any(data["facts"][name]["products"] or name in data["missed_today"] for name in names):
-            simple.append(kernel)
+            simple.append(f"`{kernel}`")
             continue
         products = [name for name in names if data["facts"][name]["products"]]
         tensor = (
@@ -72,7 +72,7 @@ def _kernels(data: dict[str, Any]) -> str:
             "/".join(tensor),
         ])  # fmt: skip
     found = table(["kernel", "registers", "spills", "programs", "wgmma/mma/mfma"], rows)
-    return f"{found}\n\n{len(simple)} more kernels have no products and keep all limits."
+    return f"{found}\n\nKernels without products that keep all limits: {', '.join(simple)}."
 
 
 def _ops(data: dict[str, Any], measured: dict[str, list[float]]) -> str:
@@ -93,7 +93,7 @@ def _ops(data: dict[str, Any], measured: dict[str, list[float]]) -> str:
 
 
 def _models(data: dict[str, Any], measured: dict[str, float]) -> str:
-    rows: dict[tuple[str, ...], list[str]] = {}  # what is counted → presets, of which some differ in numbers alone
+    rows: dict[tuple[str, ...], list[str]] = {}  # cells → the presets that share them
     for name, row in data["models"].items():
         cells = (
             f"{row['forward_launches']}/{row['launches']}", f"{row['bytes'] / 1e9:.1f}/{row['saved_bytes'] / 1e9:.2f}",
@@ -103,6 +103,12 @@ def _models(data: dict[str, Any], measured: dict[str, float]) -> str:
         rows.setdefault(cells, []).append(f"`{name}`")
     head = ["preset", "launches", "GB/saved", "launches/token", "ms"]
     return table(head, [[", ".join(names), *cells] for cells, names in rows.items()])
+
+
+def _breaks(data: dict[str, Any]) -> str:
+    """The most graph breaks of a model; "–" where the graph of one depends on data."""
+    found = [row["graph_breaks"] for row in data["models"].values()]
+    return "–" if None in found else str(max(found))
 
 
 def _loss(data: dict[str, Any]) -> str:
@@ -142,7 +148,7 @@ def write(data: dict[str, Any], root: Path) -> None:
     text = TEXT.format(
         missed=len(data["missed_today"]), rows=len(data["kernels"]),
         kernels=_kernels(data), ops=_ops(data, ops), models=_models(data, models),
-        breaks=max(row["graph_breaks"] or 0 for row in data["models"].values()), loss=_loss(data),
+        breaks=_breaks(data), loss=_loss(data),
         batch=BATCH, length=f"{LENGTH:,}",
         hidden=f"{HIDDEN:,}", layers=LAYERS, copy=f"{rates['copy'] / 1e12:.2f}",
         product=f"{rates['product'] / 1e12:.0f}", triton=f"{rates['triton'] / 1e12:.2f}",
