@@ -148,6 +148,8 @@ def _squared(channels: int) -> list[Tensor]:
 CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _conv(2304, 4),
     "packed": lambda: _conv(2304, 4, packed=True, initial_state=leaf(BATCH, 2304, 3)),
+    "gated_deltanet": lambda: _conv(3072, 4, unit=(2048, 64)),
+    "kda 128": lambda: _conv(3072, 4, unit=(2048, 128)),
     "rms_norm 1024": lambda: _norm("rms_norm", 1024, 1e-5, gate=False),
     "add_rms_norm 1024": lambda: _added(1024),
     "rms_norm 8192": lambda: _norm("rms_norm", 8192, 1e-5, gate=False),

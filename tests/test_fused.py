@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, generator
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halflife import LanguageModel, layers, preset
 from halflife.hf import HalflifeConfig, HalflifeForCausalLM
+from halflife.layers import parts
 from halflife.layers.parts import rotary
 from halflife.models import PRESETS
 from halflife.ops import causal_conv1d, fused
@@ -76,6 +78,7 @@ CASES = {
     "scaled heads": lambda x, z, w, c, s, h: fused.scale_heads(x, h),
     "conv": conv,
     "conv without activation": partial(conv, activation=None),
+    "conv to unit vectors": lambda x, *a, **o: conv(x, *a, unit=(x.shape[3] * min(2, x.shape[2]), x.shape[3]), **o),
     "rotate": turned,
     "mimo": mimo,
 }
@@ -310,3 +313,27 @@ def test_the_backend_of_a_model_governs_all_of_its_ops(name, monkeypatch):
     assert ours()
     for backend in ("chunked", "reference"):
         assert ours(backend=backend) == set()
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "deltanet", "kda", "gdn2", "deltaproduct", "mesa", "comba"])
+def test_keys_normalised_by_the_convolution(name, monkeypatch):
+    """As layers do on a GPU; Comba has a pass before the norm of the queries."""
+    torch.manual_seed(0)
+    heads = {"num_key_heads": 1} if name == "gated_deltanet" else {}
+    config = preset(name, hidden_size=16, num_layers=1, num_heads=2, vocab_size=8, mixer_options=heads)
+    layer, x = LanguageModel(config).blocks[0].mixer.double(), torch.randn(2, 9, 16).double()
+    parameters = list(layer.parameters())
+
+    def run():
+        y, state = layer(x[:, :4])
+        y = torch.cat([y, layer(x[:, 4:], state)[0]], 1)
+        return y, *torch.autograd.grad(y.square().sum(), parameters, allow_unused=True, materialize_grads=True)
+
+    want = run()
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    calls = []
+    monkeypatch.setattr(parts, "causal_conv1d", lambda *a, **o: (calls.append(o["unit"]), causal_conv1d(*a, **o))[1])
+    for got, expected in zip(run(), want, strict=True):
+        assert_close(got, expected, 1e-12)
+    channels = {"gated_deltanet": 16, "deltaproduct": 48}.get(name, 32)
+    assert set(calls) == {None if name == "comba" else (channels, 8)}

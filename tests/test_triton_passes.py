@@ -55,7 +55,9 @@ def strided(x):
 # ------------------------------------------------------------------------------------------------- convolution
 
 
-def check_conv(shape, width, dtype, *, activation="silu", bias=True, state=True, final=True, bounds=None, wide=False):
+def check_conv(
+    shape, width, dtype, *, activation="silu", bias=True, state=True, final=True, bounds=None, wide=False, unit=None
+):
     draw = generator(shape, width)
     sequences = shape[0] if bounds is None else len(bounds) - 1
     tensors = {"x": shape, "weight": (shape[2], width), "bias": shape[2:], "state": (sequences, shape[2], width - 1)}
@@ -66,7 +68,7 @@ def check_conv(shape, width, dtype, *, activation="silu", bias=True, state=True,
         return causal_conv1d(
             strided(x), weight, bias, activation=activation, initial_state=state, output_final_state=final,
             cu_seqlens=None if bounds is None else torch.tensor(bounds, device=DEVICE), backend=backend,
-            dtype=weight.dtype if wide else None,
+            dtype=weight.dtype if wide else None, unit=unit,
         )  # fmt: skip
 
     # Results in float32 have its errors, and the gradient of x is rounded to x's dtype.
@@ -82,6 +84,16 @@ def test_convolution(width, dtype, activation, bias, state, final, bounds, wide)
     shape = (2 if bounds is None else 1, 21, 5)
     options = {"activation": activation, "bias": bias, "state": state, "final": final}
     check_conv(shape, width, dtype, **options, bounds=bounds, wide=wide)
+
+
+@crossed(
+    strength=1, unit=[(32, 16), (16, 16), (64, 32), (64, 64), (128, 128), (12, 6)], dtype=DTYPES,
+    activation=["silu", None], bounds=[None, [0, 1, 1, 3, 12, 21]], state=[True, False],
+)  # fmt: skip
+def test_convolution_to_unit_vectors(unit, dtype, activation, bounds, state):
+    """Sizes that a program holds, with channels behind them, and one that it does not."""
+    shape = (2 if bounds is None else 1, 21, unit[0] + 5)
+    check_conv(shape, 3, dtype, activation=activation, bounds=bounds, state=state, unit=unit)
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 0]])
@@ -380,7 +392,7 @@ def test_logits_that_are_not_finite(few_logits):
 X, WEIGHT = torch.randn(2, 3, 4), torch.randn(4, 3)
 X4 = torch.randn(2, 3, 2, 5)
 GIVEN = {
-    "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True, torch.float64),
+    "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True, torch.float64, 0, 0),
     "cross_entropy": (X, torch.tensor([[0, 1, 2], [3, -100, 1]]), -100),
     "cross_entropy_errors": (X, torch.zeros(2, 3, dtype=torch.long), X[..., 0], X[..., 1], X[0, 0, 0], -100),
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),

@@ -23,10 +23,11 @@ from halflife.packing import Packing
 from halflife.precision import compute_dtype
 
 ACTIVATIONS = {"silu": F.silu, None: lambda y: y}
+EPS = 1e-6  # of unit vectors, as in `fused.l2_normalize`
 
 define(
     "causal_conv1d", x="B T D", weight="D W", bias="D | None", state="N D W-1", wide=False,
-    settings={"activation": "silu"},
+    settings={"activation": "silu", "unit": None},
 )  # fmt: skip
 
 
@@ -34,6 +35,7 @@ def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     activation: str | None = "silu", initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, backend: str = "auto", dtype: torch.dtype | None = None,
+    unit: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Causal depthwise convolution `y_t = act(Σ_i w_i ⊙ x_{t−W+1+i} + bias)`.
 
@@ -48,6 +50,7 @@ def causal_conv1d(
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
         backend: "auto", or one of `available_backends("causal_conv1d")`.
         dtype: dtype of the results; None is that of x.
+        unit: `(channels, size)`; each `size` of the first `channels` outputs are divided by `√(‖y‖² + 1e-6)`.
 
     Returns:
         `y [B, T, D]` and the final state `[N, D, W − 1]`, or None.
@@ -59,10 +62,12 @@ def causal_conv1d(
         raise ValueError(f"weight must be [D, W] with at least one tap; got {list(weight.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be 'silu' or None; got {activation!r}")
+    if unit is not None and (unit[1] < 1 or unit[0] % unit[1] or unit[0] > x.shape[-1]):
+        raise ValueError(f"unit must be (channels, size), channels of x in groups of equal size; got {unit}")
     tensors = {"x": x, "weight": weight, "bias": bias}
     return dispatch(
         "causal_conv1d", tensors, initial_state, cu_seqlens, backend, output_final_state, activation=activation,
-        dtype=dtype,
+        dtype=dtype, unit=unit,
     )  # fmt: skip
 
 
@@ -70,12 +75,14 @@ def _native(call: Call) -> tuple[Tensor, Tensor]:
     """One pass over memory with the bias and the activation, compiled for this CPU (csrc/conv.cpp)."""
     (x, *parameters), bounds = call.tensors.values(), call.packing.cu_seqlens
     given = (x.to(call.output_dtype), *parameters, _first(call), bounds)
-    return native.op("causal_conv")(*given, call.options["activation"] == "silu")
+    y, state = native.op("causal_conv")(*given, call.options["activation"] == "silu")
+    return _with_units(y, call), state
 
 
 implements("causal_conv1d", "native", _native, why_not=native.why_not_matrices(1), steps=True)
 
 MOST_TAPS = 8  # of the Triton kernel, which has them all at hand
+UNITS = (16, 32, 64, 128)  # sizes of unit vectors of which a program has all channels
 
 
 def _triton(call: Call) -> tuple[Tensor, Tensor]:
@@ -83,7 +90,21 @@ def _triton(call: Call) -> tuple[Tensor, Tensor]:
     x, weight, bias = call.tensors.values()
     state = None if call.state is None else call.state[0].contiguous()
     given = (weight.contiguous(), bias if bias is None else bias.contiguous(), state, call.packing.cu_seqlens)
-    return triton.custom_op("conv")(dense(x), *given, call.options["activation"] == "silu", call.output_dtype)
+    channels, size = call.options["unit"] or (0, 0)
+    inside = size in UNITS
+    y, final = triton.custom_op("conv")(
+        dense(x), *given, call.options["activation"] == "silu", call.output_dtype, channels if inside else 0, size
+    )
+    return y if inside else _with_units(y, call), final
+
+
+def _with_units(y: Tensor, call: Call) -> Tensor:
+    """The outputs, those of `unit` divided by their norms."""
+    if (unit := call.options["unit"]) is None:
+        return y
+    vectors = y[..., : unit[0]].unflatten(-1, (-1, unit[1])).to(compute_dtype(y))
+    vectors = vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPS)
+    return torch.cat([vectors.flatten(-2).to(y.dtype), y[..., unit[0] :]], -1)
 
 
 def _why_not_triton(op: str, device: torch.device, call: Call | None = None) -> str | None:
@@ -110,7 +131,8 @@ def _activated(
         x, weight, bias = call.tensors.values()
         x = x.to(call.output_dtype)
         y, state = convolve(x, weight, _first(call), call.packing)
-        return ACTIVATIONS[call.options["activation"]](y if bias is None else y + bias).to(x.dtype), state
+        y = ACTIVATIONS[call.options["activation"]](y if bias is None else y + bias).to(x.dtype)
+        return _with_units(y, call), state
 
     return run
 

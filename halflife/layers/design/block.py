@@ -226,9 +226,10 @@ class LinearMixer(DecayGate, HasMemory):
         elif token:
             o, memory = self._token(x, qkv, g, state, packing)
         else:
+            unit = self._unit_outputs(qkv)
             if self.conv is not None:
-                qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
-            q, k, v = self.heads(qkv, key, position)
+                qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing, unit=unit)
+            q, k, v = self.heads(qkv, key, position, unit is not None)
             o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
         y = self.gate(o.to(ROOMY[x.dtype]), x)
         return self.out_proj(y.half() if x.dtype == torch.float16 else y), new | memory
@@ -252,7 +253,16 @@ class LinearMixer(DecayGate, HasMemory):
         token, beta = self.conv(qkv, state["conv"], packing, **token), self.beta_proj and self.beta_proj(x)
         return self.memory(x, token, None, None, g, beta, state, packing, **self.op_options)
 
-    def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _unit_outputs(self, qkv: Tensor) -> tuple[int, int] | None:
+        """The channels and size of queries and keys that a GPU normalises in the kernel of the convolution."""
+        next_pass = self.unit_keys and not self.update.norms_apart and type(self.update).query is Update.query
+        next_pass = next_pass and self.feature_map == "none" and self.conv is not None and not self.share_keys
+        roomy = qkv.dtype == ROOMY[qkv.dtype]
+        return (sum(self.splits[:-1]), self.head_dim) if next_pass and roomy and not qkv.is_cpu else None
+
+    def heads(
+        self, qkv: Tensor, shared_key: Tensor | None, position: Tensor, normed: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
 
         Queries and keys are activated, normalised and encoded (2 K channels under LRPE).
@@ -260,6 +270,7 @@ class LinearMixer(DecayGate, HasMemory):
         Args:
             qkv: the projection, after the short convolution.
             shared_key: of the decay, or None for projected keys.
+            normed: whether queries and keys are unit vectors already.
         """
         q, *projected, v = qkv.split(self.splits, -1)
         q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)
@@ -269,7 +280,7 @@ class LinearMixer(DecayGate, HasMemory):
             k = shared_key.to(q.dtype)
             k = torch.cat([k, k], -1) if self.position == "rope" else k
         q = self.update.query(self, q, k)
-        if self.unit_keys and not self.update.norms_apart:
+        if self.unit_keys and not normed and not self.update.norms_apart:
             q, k = (l2_normalize(x.to(ROOMY[x.dtype]), backend=self.pass_backend) for x in (q, k))
         if self.position == "rope":
             q, k = rotary(q, k, position, backend=self.pass_backend)

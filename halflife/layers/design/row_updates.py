@@ -162,9 +162,9 @@ class Ridge(Update):
 class KeyConv(ShortConv):
     """A short convolution on the first channels, those of q and k. The others pass unchanged."""
 
-    def forward(self, x: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor | None, packing: Packing, **options: Any) -> tuple[Tensor, Tensor]:
         convolved, others = x.tensor_split([len(self.weight)], -1)
-        convolved, last = super().forward(convolved, state, packing)
+        convolved, last = super().forward(convolved, state, packing, **options)
         return torch.cat([convolved, others], -1), last
 
 

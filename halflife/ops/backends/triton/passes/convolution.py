@@ -17,7 +17,7 @@ from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
 
-ROWS, COLUMNS = 16, 64  # tokens and channels of a tile
+COLUMNS, ENTRIES = 64, 1024  # channels of a tile, and its tokens times channels
 PROGRAMS = 128  # programs a block of channels with tokens, at most, in the backward pass
 
 
@@ -67,9 +67,16 @@ def _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, 
 
 @triton.jit
 @no_type_check
+def _length(y, cols, UNITS: tl.constexpr):
+    """1 / √(‖y‖² + ε) of each row, if its channels are those of a unit vector; else 1."""
+    return tl.where(cols < UNITS, tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None], 1.0)
+
+
+@triton.jit
+@no_type_check
 def _forward_kernel(
     x, weight, bias, state, cu_seqlens, y, final, rows_all, T, D, N, steps, blocks, x_b, x_t,
-    W: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(D, BC)
     block = tl.program_id(0) // groups
@@ -83,6 +90,8 @@ def _forward_kernel(
         out = _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, D, x_b, x_t, W)
         if SILU:
             out *= sigmoid(out)
+        if UNITS > 0:
+            out *= _length(out, cols, UNITS)
         place = rows.to(tl.int64)[:, None] * D + cols[None, :]
         tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
     else:
@@ -111,16 +120,22 @@ def _of_state(number, slots, cu_seqlens, T):
 @no_type_check
 def _of_sum(
     x, weight, bias, state, dy, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
-    W: tl.constexpr, SILU: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the sum of taps at positions `t`, 0 outside of the sequence, `[R, C]`."""
     inside = inside & ((t >= start) & (t < stop))[:, None]
     place = (b.to(tl.int64) * T + t)[:, None] * D + cols[None, :]
     d = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
+    if SILU or UNITS > 0:
         y = _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, D, x_b, x_t, W)
-        s = sigmoid(y)
-        d *= s * (1 + y * (1 - s))
+        s = sigmoid(y) if SILU else 1.0
+        if UNITS > 0:
+            vector = y * s
+            length = _length(vector, cols, UNITS)
+            along = length * length * tl.sum(vector * d, 1)[:, None]
+            d = length * (d - tl.where(cols < UNITS, along * vector, 0.0))
+        if SILU:
+            d *= s * (1 + y * (1 - s))
     return tl.where(inside, d, 0.0)
 
 
@@ -128,15 +143,16 @@ def _of_sum(
 @no_type_check
 def _of_input(
     x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
-    W: tl.constexpr, SILU: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the inputs at positions `t`, which may be those of the state before `start`, `[R, C]`."""
     grad = tl.zeros([t.shape[0], cols.shape[0]], tl.float32)
     for j in range(W):
         tap = tl.load(weight + cols * W + (W - 1 - j), mask=in_cols, other=0.0).to(tl.float32)
         grad += tap[None, :] * _of_sum(
-            x, weight, bias, state, dy, t + j, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU
-        )
+            x, weight, bias, state, dy, t + j, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU,
+            UNITS,
+        )  # fmt: skip
     if dfinal is not None:
         slot = t - stop + W - 1
         place = (n.to(tl.int64)[:, None] * D + cols[None, :]) * (W - 1) + slot[:, None]
@@ -148,7 +164,7 @@ def _of_input(
 @no_type_check
 def _backward_kernel(
     x, weight, bias, state, cu_seqlens, dy, dfinal, dx, dstate, sums, rows_all, T, D, N, steps, blocks, tiles, x_b, x_t,
-    W: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    W: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(D, BC)
     block = tl.program_id(0) // groups
@@ -163,11 +179,12 @@ def _backward_kernel(
             inside = (rows < rows_all)[:, None] & in_cols[None, :]
             n, start, stop = _sequence(t, b, cu_seqlens, N, T, steps)
             grad = _of_input(
-                x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU
-            )
+                x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
+                W, SILU, UNITS,
+            )  # fmt: skip
             tl.store(dx + rows.to(tl.int64)[:, None] * D + cols[None, :], grad.to(dx.dtype.element_ty), mask=inside)
             d = _of_sum(
-                x, weight, bias, state, dy, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU
+                x, weight, bias, state, dy, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU, UNITS
             )
             for j in tl.static_range(W):
                 before = _input(x, state, t - (W - 1) + j, start, n, b, cols, inside, D, x_b, x_t, W)
@@ -182,7 +199,7 @@ def _backward_kernel(
         inside = (slots < W - 1)[:, None] & in_cols[None, :]
         grad = _of_input(
             x, weight, bias, state, dy, dfinal, start - (W - 1) + slots, start, stop, n, b, cols, in_cols, inside, T, D,
-            x_b, x_t, W, SILU,
+            x_b, x_t, W, SILU, UNITS,
         )  # fmt: skip
         goal = (n.to(tl.int64)[:, None] * D + cols[None, :]) * (W - 1) + slots[:, None]
         tl.store(dstate + goal, grad.to(dstate.dtype.element_ty), mask=inside)
@@ -190,48 +207,58 @@ def _backward_kernel(
 
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, activated: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, units: int, size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The outputs `[B, T, D]` and the final states `[N, D, W − 1]`, in `dtype`.
 
-    x has stride 1 in D, and the others are contiguous.
+    x has stride 1 in D, and the others are contiguous. The first `units` outputs are unit vectors of `size` channels.
     """
     batch, length, channels = x.shape
     width, sequences = weight.shape[1], batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y, final = x.new_empty(x.shape, dtype=dtype), x.new_empty(sequences, channels, width - 1, dtype=dtype)
-    blocks = triton.cdiv(batch * length, ROWS)
-    programs = (blocks + (sequences if width > 1 else 0)) * triton.cdiv(channels, COLUMNS)
+    rows, columns = _tile(units, size)
+    blocks = triton.cdiv(batch * length, rows)
+    programs = (blocks + (sequences if width > 1 else 0)) * triton.cdiv(channels, columns)
     if programs:
         launch(_forward_kernel, (programs,))(
             x, weight, bias, state, cu_seqlens, y, final, batch * length, length, channels, sequences,
-            sequences.bit_length(), blocks, x.stride(0), x.stride(1), W=width, SILU=activated, BR=ROWS, BC=COLUMNS,
+            sequences.bit_length(), blocks, x.stride(0), x.stride(1), W=width, SILU=activated, UNITS=units, BR=rows,
+            BC=columns,
         )  # fmt: skip
     return y, final
 
 
 def _convolve_backward(
     dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
-    cu_seqlens: Tensor | None, activated: bool, of_state: bool,
+    cu_seqlens: Tensor | None, activated: bool, of_state: bool, units: int, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, of the taps `[D, W]` and the bias behind each other, and of the state if asked for."""
     batch, length, channels = x.shape
     width, sequences = weight.shape[1], batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tiles = max(1, triton.cdiv(triton.cdiv(batch * length, ROWS), PROGRAMS))
-    blocks = triton.cdiv(batch * length, ROWS * tiles)
+    rows, columns = _tile(units, size)
+    tiles = max(1, triton.cdiv(triton.cdiv(batch * length, rows), PROGRAMS))
+    blocks = triton.cdiv(batch * length, rows * tiles)
     dx, sums = x.new_empty(x.shape), x.new_empty(blocks, channels * (width + 1), dtype=torch.float32)
     dstate = x.new_empty(0) if state is None or not of_state else state.new_empty(state.shape)
-    programs = (blocks + (sequences if of_state and width > 1 else 0)) * triton.cdiv(channels, COLUMNS)
+    programs = (blocks + (sequences if of_state and width > 1 else 0)) * triton.cdiv(channels, columns)
     if programs:
         launch(_backward_kernel, (programs,))(
             x, weight, bias, state, cu_seqlens, dy, dfinal, dx, dstate, sums, batch * length, length, channels,
             sequences, sequences.bit_length(), blocks, tiles, x.stride(0), x.stride(1),
-            W=width, BW=triton.next_power_of_2(width + 1), SILU=activated, BR=ROWS, BC=COLUMNS,
+            W=width, BW=triton.next_power_of_2(width + 1), SILU=activated, UNITS=units, BR=rows, BC=columns,
         )  # fmt: skip
     return dx, sums.sum(0), dstate
 
 
+def _tile(units: int, size: int) -> tuple[int, int]:
+    """Tokens and channels of a tile, which has a whole unit vector."""
+    columns = size if units else COLUMNS
+    return ENTRIES // columns, columns
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activated, ctx.dtype = inputs
+    *tensors, ctx.activated, ctx.dtype = inputs[:-2]
+    ctx.unit = inputs[-2:]
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)  # a training step does not use the final state
 
@@ -242,10 +269,10 @@ def _grad(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]
     dy = x.new_zeros(x.shape, dtype=ctx.dtype) if dy is None else dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     of_state = state is not None and ctx.needs_input_grad[3]
-    dx, sums, dstate = _gradients(dy, dfinal, x, weight, bias, state, bounds, ctx.activated, of_state)
+    dx, sums, dstate = _gradients(dy, dfinal, x, weight, bias, state, bounds, ctx.activated, of_state, *ctx.unit)
     taps, shift = sums.split([weight.numel(), len(weight)])
     dweight, dbias = taps.view(weight.shape).to(weight.dtype), None if bias is None else shift.to(bias.dtype)
-    return dx, dweight, dbias, dstate if of_state else None, None, None, None
+    return dx, dweight, dbias, dstate if of_state else None, *[None] * 5
 
 
 _gradients = declare("triton_conv_backward", _convolve_backward)
