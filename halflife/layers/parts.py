@@ -277,18 +277,15 @@ class ShortConv(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(
-        self, x: Tensor, state: Tensor | None, packing: Packing, unit: tuple[int, int] | None = None, **token: Any
+        self, x: Tensor, state: Tensor | None, packing: Packing, units: tuple[int, int] | None = None, **token: Any
     ) -> Any:
-        """`x [B, T, D]` → `(y [B, T, D], state)`; with `token`, the other fields of it, an `Unconvolved`.
-
-        See `causal_conv1d` for `unit`.
-        """
+        """`x [B, T, D]` → `(y [B, T, D], state)`; with `token`, the other fields of it, an `Unconvolved`."""
         if token:
             assert state is not None
             return Unconvolved(x, self.weight, self.bias, state, **token)
         y, state = causal_conv1d(
             x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=packing,
-            backend=self.pass_backend, unit=unit,
+            backend=self.pass_backend, unit=units,
         )  # fmt: skip
         assert state is not None
         return y, state

@@ -76,7 +76,7 @@ def _native(call: Call) -> tuple[Tensor, Tensor]:
     (x, *parameters), bounds = call.tensors.values(), call.packing.cu_seqlens
     given = (x.to(call.output_dtype), *parameters, _first(call), bounds)
     y, state = native.op("causal_conv")(*given, call.options["activation"] == "silu")
-    return _with_units(y, call), state
+    return y if call.options["unit"] is None else _with_units(y, call), state
 
 
 implements("causal_conv1d", "native", _native, why_not=native.why_not_matrices(1), steps=True)
@@ -95,16 +95,15 @@ def _triton(call: Call) -> tuple[Tensor, Tensor]:
     y, final = triton.custom_op("conv")(
         dense(x), *given, call.options["activation"] == "silu", call.output_dtype, channels if inside else 0, size
     )
-    return y if inside else _with_units(y, call), final
+    return y if inside or not channels else _with_units(y, call), final
 
 
 def _with_units(y: Tensor, call: Call) -> Tensor:
     """The outputs, those of `unit` divided by their norms."""
-    if (unit := call.options["unit"]) is None:
-        return y
-    vectors = y[..., : unit[0]].unflatten(-1, (-1, unit[1])).to(compute_dtype(y))
+    channels, size = call.options["unit"]
+    vectors = y[..., :channels].unflatten(-1, (-1, size)).to(compute_dtype(y))
     vectors = vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPS)
-    return torch.cat([vectors.flatten(-2).to(y.dtype), y[..., unit[0] :]], -1)
+    return torch.cat([vectors.flatten(-2).to(y.dtype), y[..., channels:]], -1)
 
 
 def _why_not_triton(op: str, device: torch.device, call: Call | None = None) -> str | None:
@@ -132,7 +131,7 @@ def _activated(
         x = x.to(call.output_dtype)
         y, state = convolve(x, weight, _first(call), call.packing)
         y = ACTIVATIONS[call.options["activation"]](y if bias is None else y + bias).to(x.dtype)
-        return _with_units(y, call), state
+        return y if call.options["unit"] is None else _with_units(y, call), state
 
     return run
 

@@ -155,6 +155,10 @@ class LinearMixer(DecayGate, HasMemory):
         self.out_proj = nn.Linear(value, place.hidden_size, bias=False)
         self.update.add_maps(self, place.hidden_size)
         self.unit_keys = self.update.unit_keys if keys.qk_norm is None else keys.qk_norm
+        # The channels and size of queries and keys that a GPU normalises in the kernel of the convolution.
+        follows = self.unit_keys and not self.update.norms_apart and type(self.update).query is Update.query
+        follows = follows and self.conv is not None and keys.feature_map == "none" and not keys.share_keys
+        self.unit_outputs = (sum(self.splits[:-1]), self.head_dim) if follows else None
 
     def _check(self, decay: BlockDecay, vector: bool) -> None:
         if self.num_heads % self.num_key_heads:
@@ -226,10 +230,10 @@ class LinearMixer(DecayGate, HasMemory):
         elif token:
             o, memory = self._token(x, qkv, g, state, packing)
         else:
-            unit = self._unit_outputs(qkv)
+            units = None if qkv.is_cpu or qkv.dtype != ROOMY[qkv.dtype] else self.unit_outputs
             if self.conv is not None:
-                qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing, unit=unit)
-            q, k, v = self.heads(qkv, key, position, unit is not None)
+                qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing, units=units)
+            q, k, v = self.heads(qkv, key, position, units is not None)
             o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
         y = self.gate(o.to(ROOMY[x.dtype]), x)
         return self.out_proj(y.half() if x.dtype == torch.float16 else y), new | memory
@@ -252,13 +256,6 @@ class LinearMixer(DecayGate, HasMemory):
         assert self.conv is not None
         token, beta = self.conv(qkv, state["conv"], packing, **token), self.beta_proj and self.beta_proj(x)
         return self.memory(x, token, None, None, g, beta, state, packing, **self.op_options)
-
-    def _unit_outputs(self, qkv: Tensor) -> tuple[int, int] | None:
-        """The channels and size of queries and keys that a GPU normalises in the kernel of the convolution."""
-        next_pass = self.unit_keys and not self.update.norms_apart and type(self.update).query is Update.query
-        next_pass = next_pass and self.feature_map == "none" and self.conv is not None and not self.share_keys
-        roomy = qkv.dtype == ROOMY[qkv.dtype]
-        return (sum(self.splits[:-1]), self.head_dim) if next_pass and roomy and not qkv.is_cpu else None
 
     def heads(
         self, qkv: Tensor, shared_key: Tensor | None, position: Tensor, normed: bool = False
