@@ -145,6 +145,45 @@ def _squared(channels: int) -> list[Tensor]:
     return [rwkv7.relu_square(leaf(BATCH, LENGTH, channels))]
 
 
+def _angles(per_head: bool, packed: bool = False) -> Any:
+    from halflife.ops import trapezoid
+    from halflife.packing import Packing
+
+    rows, packing = (BATCH, LENGTH), None
+    if packed:
+        rows = 1, BATCH * LENGTH
+        packing = Packing(*rows, torch.arange(BATCH + 1, device="meta"))
+    first = leaf(BATCH, 32, 32, dtype=torch.float64) if packed else None
+    rate = leaf(*rows, 32, 32) if per_head else leaf(*rows, 32)
+    return trapezoid.running_angles(weight(*rows, 32), rate, first, not per_head, packing)
+
+
+def _trapezoid(heads: int, key: int, pairs: int, rank: int = 1, normed: bool = True, packed: bool = False) -> Any:
+    """All of Mamba-3's passes but the angles, of values with 64 channels."""
+    from halflife.ops import trapezoid
+    from halflife.packing import Packing
+
+    rows, packing, firsts = (BATCH, LENGTH), None, (None, None, None)
+    if packed:
+        rows = 1, BATCH * LENGTH
+        packing = Packing(*rows, torch.arange(BATCH + 1, device="meta"))
+        firsts = weight(BATCH, rank * heads, key), leaf(BATCH, heads, 64), weight(BATCH, heads)
+    norms = [(weight(key), weight(rank * heads, key)) if normed else None for _ in range(2)]
+    c, b = (leaf(*rows, (rank if normed else heads) * key) for _ in range(2))
+    v, angle = leaf(*rows, heads, 64), weight(*rows, heads, pairs)
+    q, before, v_before, dot, *rest = trapezoid.trapezoid_keys(
+        c, b, v, angle, *norms, firsts[:2], 1e-5, rank > 1, packing
+    )  # fmt: skip
+    share = leaf(*rows, heads)
+    of_g, gain, last = trapezoid.trapezoid_weights(
+        weight(*rows, heads), weight(*rows, heads), share, firsts[2], packing
+    )  # fmt: skip
+    y = trapezoid.trapezoid_output(
+        v_before, v, dot[:, :, :heads], gain, weight(heads), leaf(*rows, heads * 64)
+    )  # fmt: skip
+    return q, before, y, of_g, *((last, *rest) if packed or rank > 1 else ())
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: _conv(2304, 4),
     "packed": lambda: _conv(2304, 4, packed=True, initial_state=leaf(BATCH, 2304, 3)),
@@ -172,4 +211,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),
     "rotate 128 in part": lambda: _rotated(8, 128, 16),
+    "running_angles": lambda: _angles(False),
+    "running_angles, packed": lambda: _angles(False, packed=True),
+    "running_angles of heads": lambda: _angles(True),
+    "mamba3": lambda: _trapezoid(32, 128, 32),
+    "mamba3, packed": lambda: _trapezoid(32, 128, 32, packed=True),
+    "mamba3_mimo": lambda: _trapezoid(32, 128, 32, rank=4),
+    "mamba3_echo": lambda: _trapezoid(8, 16, 8, normed=False),
 }

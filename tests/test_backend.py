@@ -220,6 +220,10 @@ def test_info_says_why_not(monkeypatch):
         "relu_square",
         "add_rms_norm",
         "cross_entropy",
+        "running_angles",
+        "trapezoid_weights",
+        "trapezoid_keys",
+        "trapezoid_output",
     }
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}

@@ -10,7 +10,7 @@ from helpers import assert_close, assert_raises, cases, generator, slices, with_
 from halflife import LanguageModel, layers, preset
 from halflife.lab.experiments.echo import PAPER, EchoTransfer
 from halflife.lab.experiments.recall import recall_model
-from halflife.layers.mamba3 import running_angle
+from halflife.ops.trapezoid import running_angle
 from halflife.ops import linear_attention
 from halflife.packing import Packing
 

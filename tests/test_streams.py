@@ -13,7 +13,7 @@ from helpers import assert_raises, generator, relative_error
 
 import halflife
 from halflife import ops
-from halflife.layers.mamba3 import running_angle
+from halflife.ops.trapezoid import running_angle
 from halflife.models.states import size
 from halflife.ops.koopman import convert_state
 from halflife.ops.slow_decay import decay_and_add, split_decay

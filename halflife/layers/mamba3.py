@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from halflife.decay import Decay, DecayParts
 from halflife.layers.mamba2 import Skip
 from halflife.layers.memory.choice import HasMemory, OneOrGateRank, one_state
 from halflife.layers.memory.mimo import MIMO
-from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
+from halflife.layers.memory.trapezoid import integrate, with_last
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay
 from halflife.layers.parts import NormBeforeGate, ShortConv
+from halflife.ops.trapezoid import normed, running_angles, trapezoid_keys, trapezoid_weights
 from halflife.packing import Packing
 from halflife.position import check_pairs
 from halflife.precision import Float32Module, compute_dtype, inverse_softplus
@@ -39,11 +41,12 @@ class NormBias(Float32Module):
         nn.init.ones_(self.weight)
         nn.init.ones_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, G·K]` → `[B, T, H, K]`, in float32 (float64 for float64)."""
-        size = self.bias.shape[-1]
-        normed = F.rms_norm(x.to(compute_dtype(x)).unflatten(-1, (-1, size)), (size,), eps=self.eps) * self.weight
-        return (normed.unsqueeze(3) + self.bias.unflatten(0, (normed.shape[2], -1))).flatten(2, 3)
+    def forward(self, x: Tensor | None = None, run: Callable[..., Any] | None = None) -> Any:
+        """`[B, T, G·K]` → `[B, T, H, K]`, in float32 (float64 for float64), or `run((weight, bias))`, as in `Skip`."""
+        if run is not None:
+            return run((self.weight, self.bias))
+        assert x is not None
+        return normed(x, self.weight, self.bias, self.eps, 0)
 
 
 @LAYERS.add("mamba3")
@@ -151,23 +154,32 @@ class Mamba3(HasMemory, Mixer):
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
         chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
         g, step, _ = self.decay(f, position=position, parts=True, **chosen)
-        turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
-        angle, last = running_angle(turns, state.get("angle"), packing)
-        q, k = (part.unflatten(2, (-1, self.num_heads)) for part in (self.query(c), self.key(b)))
-        q, k = (part.flatten(2, 3) for part in turn_both(q, k, angle.unsqueeze(2)))
-        end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
+        passes, rank = self.pass_backend, 1 if self.mimo is None else self.mimo.rank
+        angle, last = running_angles(step, rate, state.get("angle"), True, packing, passes)
+        weight, gain, last_gain = trapezoid_weights(g, step, trapezoid, state.get("gain"), packing, passes)
+        first, eps = (state.get("key"), state.get("value")), self.key.eps
+
+        def turned(query: Any) -> tuple[Tensor, ...]:
+            rest = first, eps, rank > 1, packing, passes
+            return self.key(run=lambda key: trapezoid_keys(c, b, v, angle, query, key, *rest))
+
+        q, k_before, v_before, dot, key, value, *k = self.query(run=turned)
+        last_token = key, value, last_gain
         if self.mimo is not None:
             z = z.unflatten(-1, (self.num_heads, -1))
             # accelerate moves the arguments of a module, and would move a norm with its weights.
             norm = None if self.norm is None else self.norm.__call__
-            mimo, rest = self.mimo, (g, step, end, state, packing)
-            y, memory = self.skip(run=lambda d: mimo(x, q, k, v, z, d, *rest, norm=norm, **self.op_options))
+            mimo, rest = self.mimo, (g, weight, gain, last_token, state, packing)
+            given = x, q, k[0], k_before, v, v_before, z
+            y, new = self.skip(run=lambda d: mimo(*given, d, *rest, norm=norm, **self.op_options))
             y = y.flatten(-2)
-            return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"angle": last, **memory}
-        y, memory = integrate(self.memory, x, q, k, v, g, step, end, state, packing, **self.op_options)
-        y = self.skip(y, v).flatten(-2)
-        y = y * F.silu(z) if self.norm is None else self.norm(y, z)
-        return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"angle": last, **memory}
+        else:
+            given = self.memory, x, q, k_before, v, g, v_before, weight, gain, dot, state, packing
+            options: dict[str, Any] = {"pass_backend": passes, "z": z if self.norm is None else None, **self.op_options}
+            y, new = self.skip(run=lambda d: integrate(*given, skip=d, **options))
+            y = y if self.norm is None else self.norm(y, z)
+            new = with_last(self.memory, new, *last_token)
+        return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"angle": last, **new}
 
 
 class ChosenRateDecay(Decay):
@@ -267,16 +279,21 @@ class EchoMamba3(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         z, v, b, c, f, a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
         v, conv = self.conv(v, state.get("conv"), packing)
-        b, c, rate = (part.to(compute_dtype(part)).unflatten(-1, (self.num_heads, -1)) for part in (b, c, rate))
-        f, a, trapezoid = (part.to(compute_dtype(part)) for part in (f, a, trapezoid))
-        step = F.softplus(f)
+        f, a = (part.to(compute_dtype(part)) for part in (f, a))
+        step, passes = F.softplus(f), self.pass_backend
         g = self.decay(f, step=step, rate=F.softplus(a))
-        angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), packing)
-        q, k = turn_both(c, b, angle)
-        v, end = v.unflatten(-1, (self.num_heads, -1)), trapezoid.sigmoid()
+        rate = rate.unflatten(-1, (self.num_heads, -1))
+        angle, last = running_angles(step, rate, state.get("angle"), False, packing, passes)
+        weight, gain, last_gain = trapezoid_weights(g, step, trapezoid, None, packing, passes)
+        v, first = v.unflatten(-1, (self.num_heads, -1)), (state.get("key"), state.get("value"))
+        q, k_before, v_before, dot, key, value, *k = trapezoid_keys(
+            c, b, v, angle, None, None, first, 0, self.share_features, packing, passes
+        )
         if self.share_features:
-            pass_features(shared, q, k, v)
-        y, memory = integrate(one_state, x, q, k, v, g, step, end, state, packing, **self.op_options)
-        y = y.flatten(-2) * F.silu(z)
+            pass_features(shared, q, k[0], v)
+        y, new = integrate(
+            one_state, x, q, k_before, v, g, v_before, weight, gain, dot, state, packing, z=z, pass_backend=passes,
+            **self.op_options,
+        )  # fmt: skip
         y = self.out_proj(y.half() if x.dtype == torch.float16 else y)
-        return y, {"conv": conv, "angle": last, **memory}
+        return y, {"conv": conv, "angle": last, **with_last(one_state, new, key, value, last_gain)}

@@ -262,10 +262,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backend: str = "auto") -> Tensor
     return run_pass("rotate", backend, (x, cos, sin), always=True)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The expression of `rotate` for any shapes that broadcast, `[…, K]` and `[…, P]`."""
     pairs, wide = cos.shape[-1], torch.promote_types(x.dtype, cos.dtype)
     first, second, rest = x.to(wide).tensor_split([pairs, 2 * pairs], -1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
 
 
@@ -275,7 +275,7 @@ def _fused_rotate(x: Tensor, cos: Tensor, sin: Tensor, op: Any = native.op) -> T
 
 
 define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P", constants=["cos", "sin"])
-_pass("rotate", _rotate, _fused_rotate, 1)
+_pass("rotate", lambda x, cos, sin: turned(x, cos.unsqueeze(-2), sin.unsqueeze(-2)), _fused_rotate, 1)
 
 
 def mimo_output(

@@ -63,13 +63,9 @@ def rotate(x: Tensor, angle: Tensor) -> Tensor:
     Returns:
         The rotated `[B, T, H, K]` in x's dtype; products are computed in the wider dtype.
     """
-    return turn(x, angle.cos(), angle.sin())
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` by angles of which the cosines and sines `[…, P]` are given, for queries and keys that share them."""
-    pairs, wide = cos.shape[-1], torch.promote_types(x.dtype, cos.dtype)
+    pairs, wide = angle.shape[-1], torch.promote_types(x.dtype, angle.dtype)
     first, second, rest = x.to(wide).tensor_split([pairs, 2 * pairs], -1)
+    cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
 
 

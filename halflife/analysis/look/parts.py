@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.analysis.look.readings import Reading, faded, faded_channels
@@ -57,7 +58,7 @@ class TrapezoidReading(Reading):
     What is left of a write is what its decays leave.
 
     Args:
-        integrate: the layer's function of (memory, x, q, k, v, g, step, end, state, packing).
+        integrate: the layer's function of (memory, x, q, k_before, v, g, v_before, …).
         given: these arguments.
         options: its other arguments.
     """
@@ -79,8 +80,10 @@ class TrapezoidReading(Reading):
         v = self.given[4]
         ones = torch.eye(self.tokens, dtype=compute_dtype(v), device=v.device)[:, columns]
         values = ones[None, :, None].expand(1, -1, v.shape[2], -1).contiguous()
-        y, _ = self.integrate(*self.given[:4], values, *self.given[5:], **self.options)
-        return y[0].transpose(0, 1)[self.chosen]
+        before = F.pad(values[:, :-1], (0, 0, 0, 0, 1, 0))
+        options = {**self.options, "skip": None, "z": None}
+        y, _ = self.integrate(*self.given[:4], values, self.given[5], before, *self.given[7:], **options)
+        return y[0].unflatten(-1, values.shape[2:]).transpose(0, 1)[self.chosen]
 
     def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
         return faded(self.given[5][:, :, self.chosen], self.heads, columns, cursors)

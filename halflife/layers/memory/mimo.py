@@ -42,8 +42,9 @@ class MIMO(Float32Module):
         nn.init.ones_(self.gates)
 
     def forward(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, skip: Tensor, g: Tensor, step: Tensor, end: Tensor,
-        state: State, packing: Packing, norm: Callable[..., Tensor] | None = None, **options: Any,
+        self, x: Tensor, q: Tensor, k: Tensor, k_before: Tensor, v: Tensor, v_before: Tensor, z: Tensor, skip: Tensor,
+        g: Tensor, weight: Tensor, gain: Tensor, last: tuple[Tensor, Tensor, Tensor], state: State, packing: Packing,
+        norm: Callable[..., Tensor] | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Compute the gated outputs of all heads.
 
@@ -51,8 +52,10 @@ class MIMO(Float32Module):
             x: input of the layer `[B, T, D]`.
             q, k: queries and keys `[B, T, R·H, K]`, all heads of the first of the R first.
             v, z: values and gates `[B, T, H, V]`.
+            k_before, v_before: keys and values of the tokens before.
             skip: D, one per head.
-            g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
+            g, weight, gain: as in `integrate`.
+            last: key `[N, R·H, K]`, value `[N, H, V]` and gain `[N, H]` of the last token of each sequence.
             state, packing: as in `Mixer.forward`.
             norm: `RMSNorm(y) ⊙ silu(z)` over each head, in the place of `y ⊙ silu(z)`, or None.
             **options: passed to the op.
@@ -60,25 +63,20 @@ class MIMO(Float32Module):
         Returns:
             `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, H, V]`.
         """
-        rank, gain = self.rank, end * step
-        before, last_gain = packing.delay(gain, None)
-        k_before, key = packing.delay(k, state.get("key"))
-        v_before, value = packing.delay(v, state.get("value"))
-        weight = g.exp() * (before + (1 - end) * step)
-        written = (weight.repeat(1, 1, rank).unsqueeze(-1) * k_before).to(v.dtype)
-
-        q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q.to(v.dtype), written))
+        rank, room, (key, value, last_gain) = self.rank, ROOMY[v.dtype], last
+        q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q, k_before))
         v_rows = (v_before.unsqueeze(2) * self.values.to(v.dtype)).flatten(1, 2)
         decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay
         y, memory = one_state(
-            x, q_rows, k_rows, v_rows, decays, None, state, packing.repeated(rank), scale=1, **options
-        )
+            x, q_rows, k_rows, v_rows, decays, None, state, packing.repeated(rank),
+            gain=weight.repeat_interleave(rank, 1), scale=1, **options,
+        )  # fmt: skip
 
-        q, k, written = (part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q)))
-        later = (q @ written.transpose(-1, -2)).triu(1)  # [B, T, H, R, R]
+        q, k, k_before = (part.to(room).unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, k_before))
+        later = weight[..., None, None] * (q @ k_before.transpose(-1, -2)).triu(1)  # [B, T, H, R, R]
         now = gain[..., None, None] * (q @ k.transpose(-1, -2))
         now = now + skip[:, None, None].to(now) * torch.eye(rank, device=now.device, dtype=now.dtype)
-        y, room = y.unflatten(1, (-1, rank)), ROOMY[v.dtype]
+        y = y.unflatten(1, (-1, rank))
         if norm is None:
             y = fused.mimo_output(
                 y, later, now, v_before.to(room), v.to(room), z.to(room), self.values, self.gates, self.outputs,
@@ -90,5 +88,5 @@ class MIMO(Float32Module):
             y = (self.outputs.to(v.dtype) * norm(y.flatten(3), z.flatten(3)).view_as(y)).sum(2)
 
         writes = (key.unflatten(1, (rank, -1)), self.values, value)
-        last = torch.einsum("nh,nrhk,rhv,nhv->nhkv", last_gain, *(x.to(last_gain) for x in writes))
-        return y, {"memory": memory["memory"] + last, "key": key, "value": value}
+        written = torch.einsum("nh,nrhk,rhv,nhv->nhkv", last_gain, *(x.to(last_gain) for x in writes))
+        return y, {"memory": memory["memory"] + written, "key": key, "value": value}

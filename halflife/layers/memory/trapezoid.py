@@ -1,25 +1,22 @@
-"""Mamba-3's trapezoidal rule, and the running angles of its rotation."""
+"""Mamba-3's trapezoidal rule as one linear attention."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.layers.memory.choice import Memory, one_state
 from halflife.layers.mixer import State
-from halflife.ops.chunked.layout import make_layout
+from halflife.ops.trapezoid import trapezoid_output
 from halflife.packing import Packing
-from halflife.position import turn
-from halflife.precision import wide
 
 
 def integrate(
-    memory: Memory, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
-    state: State, packing: Packing, **options: Any,
+    memory: Memory, x: Tensor, q: Tensor, k_before: Tensor, v: Tensor, g: Tensor, v_before: Tensor, weight: Tensor,
+    gain: Tensor, dot: Tensor, state: State, packing: Packing, skip: Tensor | None = None, z: Tensor | None = None,
+    pass_backend: str = "auto", **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Compute the trapezoidal rule as one linear attention.
 
@@ -36,61 +33,31 @@ def integrate(
 
     Args:
         memory: one state, or the layer's GateRank.
-        x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
-        g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
+        x: input of the layer `[B, T, D]`.
+        q, v: queries `[B, T, H, K]` and values `[B, T, H, V]`.
+        k_before, v_before: keys and values of the tokens before.
+        g, weight, gain: log-decay g, and the factors of k_{t−1} v_{t−1}ᵀ in W_t and of k_t v_tᵀ, each `[B, T, H]`.
+        dot: products of each token's query and key `[B, T, H]`.
         state, packing: as in `Mixer.forward`.
+        skip, z: D and the gate, as in `trapezoid_output`.
+        pass_backend: backend of `trapezoid_output`.
         **options: passed to the op.
+
+    Returns:
+        `[B, T, H·V]`, and the new states of the memory, without the write of the last token.
     """
-    gain, two_states = end * step, memory is not one_state
-    # Without GateRank, the memory of a piece already holds the first write of its last token.
-    before, last_gain = packing.delay(gain, state.get("gain") if two_states else None)
-    k_before, key = packing.delay(k, state.get("key"))
-    v_before, value = packing.delay(v, state.get("value"))
-    weight = g.exp() * (before + (1 - end) * step)
-    written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
-    y, new = memory(x, q.to(v.dtype), written, v_before, g, None, state, packing, scale=1, **options)
-    new |= {"key": key, "value": value}
-    if two_states:
-        new["gain"] = last_gain
-    else:
-        last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
-        new["memory"] = new["memory"] + last
-    current = gain * (q * k).sum(-1)
-    return torch.addcmul(y, current.unsqueeze(-1).to(y.dtype), v.to(y.dtype)), new
+    y, new = memory(x, q, k_before, v_before, g, None, state, packing, gain=weight, scale=1, **options)
+    return trapezoid_output(y, v, dot, gain, skip, z, pass_backend), new
 
 
-def turn_both(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the same angles, in turns of 2π."""
-    angle = 2 * math.pi * turns
-    cos, sin = angle.cos(), angle.sin()
-    return turn(q, cos, sin), turn(k, cos, sin)
+def with_last(memory: Memory, new: State, key: Tensor, value: Tensor, gain: Tensor) -> State:
+    """The new state with the last token of each sequence, whose write the next piece completes.
 
-
-def running_angle(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
-
-    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
-    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
-    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
+    Without GateRank, its memory holds the first write.
     """
-    sums, last = _running_sums(wide(turns), start, packing)
-    return sums.to(turns.dtype), last
-
-
-def _running_sums(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-    layout = make_layout(packing, 64, turns.device)
-    inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
-    bounds = packing.cu_seqlens
-    if bounds is not None:
-        bounds = F.pad(-(-bounds.diff() // layout.chunk).cumsum(0), (1, 0))
-    chunks = Packing(packing.batch, layout.num_chunks, bounds)
-    totals = inside[:, :, -1]
-    if layout.num_chunks > len(layout.first):  # a sequence has several chunks
-        totals, _ = _running_sums(_drop_turns(totals), start, chunks)
-    entering, _ = chunks.delay(totals, start)
-    angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
-    return angle, packing.delay(angle, start)[1]
-
-
-def _drop_turns(angle: Tensor) -> Tensor:
-    return angle - angle.round()
+    if memory is not one_state:
+        return {**new, "key": key, "value": value, "gain": gain}
+    state = new["memory"]
+    written = (gain.unsqueeze(-1) * key).to(state.dtype).unsqueeze(-1)
+    state = torch.addcmul(state, written, value.to(state.dtype).unsqueeze(-2))
+    return {**new, "memory": state, "key": key, "value": value}

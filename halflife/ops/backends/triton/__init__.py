@@ -93,7 +93,20 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    passes = ("convolution", "norms", "products", "mixing", "keys", "outputs", "token", "maps", "cross_entropy")
+    passes = (
+        "convolution",
+        "norms",
+        "products",
+        "mixing",
+        "keys",
+        "outputs",
+        "token",
+        "maps",
+        "cross_entropy",
+        "angles",
+        "weights",
+        "trapezoid",
+    )
     names = ("op", "step", "laws", "post", "koopman", "koopman_sums", *(f"passes.{name}" for name in passes))
     for name in names:
         importlib.import_module(f"halflife.ops.backends.triton.{name}")

@@ -23,7 +23,7 @@ PROGRAMS = 128  # programs a block of channels with tokens, at most, in the back
 
 @triton.jit
 @no_type_check
-def _sequence(t, b, cu_seqlens, N, T, steps):
+def sequence_of(t, b, cu_seqlens, N, T, steps):
     """Return the sequences of tokens `t` of rows `b`, their first tokens, and the tokens after their last ones."""
     if cu_seqlens is None:
         n, start, stop = b, t * 0, t * 0 + T
@@ -86,7 +86,7 @@ def _forward_kernel(
         rows = block * BR + tl.arange(0, BR)
         b, t = rows // T, rows % T
         inside = (rows < rows_all)[:, None] & in_cols[None, :]
-        n, start, stop = _sequence(t, b, cu_seqlens, N, T, steps)
+        n, start, stop = sequence_of(t, b, cu_seqlens, N, T, steps)
         out = _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, D, x_b, x_t, W)
         if SILU:
             out *= sigmoid(out)
@@ -106,7 +106,7 @@ def _forward_kernel(
 @triton.jit
 @no_type_check
 def _of_state(number, slots, cu_seqlens, T):
-    """As `_sequence`, for the slots of the state of one sequence; its row of x comes second."""
+    """As `sequence_of`, for the slots of the state of one sequence; its row of x comes second."""
     n = slots * 0 + number
     if cu_seqlens is None:
         b, start, stop = n, slots * 0, slots * 0 + T
@@ -177,7 +177,7 @@ def _backward_kernel(
             rows = (block * tiles + i) * BR + tl.arange(0, BR)
             b, t = rows // T, rows % T
             inside = (rows < rows_all)[:, None] & in_cols[None, :]
-            n, start, stop = _sequence(t, b, cu_seqlens, N, T, steps)
+            n, start, stop = sequence_of(t, b, cu_seqlens, N, T, steps)
             grad = _of_input(
                 x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
                 W, SILU, UNITS,

@@ -28,3 +28,9 @@ def rows_of_tokens(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor 
     """Tensors as rows, and the strides of these; 0 for None."""
     pairs = [(None, 0) if x is None else as_rows(x, channels) for x in tensors]
     return [x for x, _ in pairs], [stride for _, stride in pairs]
+
+
+def evenly(x: Tensor) -> Tensor:
+    """A tensor `[B, T, …]` whose tokens are evenly apart, and its last axis too."""
+    x = dense(x)
+    return x if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()

@@ -1,0 +1,284 @@
+"""Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, and outputs.
+
+Each is an expression of torch, and one launch on a CUDA device (`backends/triton/passes/angles.py` and `trapezoid.py`).
+`packing` says where sequences lie (None: in rows), and a `first` tensor is what the state kept of the token before
+each of them (None: zeros).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.ops.backends import triton
+from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.chunked.layout import make_layout
+from halflife.ops.fused import turned
+from halflife.ops.spec import define
+from halflife.packing import Packing
+from halflife.precision import compute_dtype, wide
+
+
+def _run(op: str, plain: Any, backend: str, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+    """As `run_pass`; on a CPU, which has no kernel of these, "auto" is the expression at once."""
+    first: Any = tensors[0]
+    return (
+        plain(*tensors, *settings) if first.is_cpu and backend == "auto" else run_pass(op, backend, tensors, *settings)
+    )
+
+
+def _packed(packing: Packing | None, x: Tensor) -> Packing:
+    return Packing(*x.shape[:2]) if packing is None else packing
+
+
+# ------------------------------------------------------------------------------------------------------ angles
+
+
+def running_angles(
+    step: Tensor, rate: Tensor, first: Tensor | None, bounded: bool, packing: Packing | None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Running sums φ of `Δ tanh(r) / 2`, or of `Δ r / 2π` if not `bounded`, in turns of 2π without whole turns.
+
+    Args:
+        step: Δ `[B, T, H]`, float32 or wider.
+        rate: r `[B, T, P]`, or `[B, T, H, P]` for each head.
+        first: φ `[N, H, P]` before the first token of each sequence, or None.
+        bounded: whether there is a tanh.
+        packing, backend: see the top of the module.
+
+    Returns:
+        φ `[B, T, H, P]`, and that of the last token of each sequence, `[N, H, P]` in float64.
+    """
+    return _run("running_angles", _angles, backend, (step, rate, first), bounded, packing)
+
+
+def _angles(
+    step: Tensor, rate: Tensor, first: Tensor | None, bounded: bool, packing: Packing | None
+) -> tuple[Tensor, Tensor]:
+    rate = rate.to(compute_dtype(rate))
+    rate = rate.unsqueeze(2) if rate.ndim == 3 else rate
+    turns = step.unsqueeze(-1) * rate.tanh() / 2 if bounded else step.unsqueeze(-1) * rate / (2 * math.pi)
+    return running_angle(turns, first, _packed(packing, turns))
+
+
+def running_angle(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
+
+    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
+    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
+    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
+    """
+    sums, last = _running_sums(wide(turns), start, packing)
+    return sums.to(turns.dtype), last
+
+
+def _running_sums(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+    layout = make_layout(packing, 64, turns.device)
+    inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
+    bounds = packing.cu_seqlens
+    if bounds is not None:
+        bounds = F.pad(-(-bounds.diff() // layout.chunk).cumsum(0), (1, 0))
+    chunks = Packing(packing.batch, layout.num_chunks, bounds)
+    totals = inside[:, :, -1]
+    if layout.num_chunks > len(layout.first):  # a sequence has several chunks
+        totals, _ = _running_sums(_drop_turns(totals), start, chunks)
+    entering, _ = chunks.delay(totals, start)
+    angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
+    return angle, packing.delay(angle, start)[1]
+
+
+def _drop_turns(angle: Tensor) -> Tensor:
+    return angle - angle.round()
+
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+
+def trapezoid_weights(
+    g: Tensor, step: Tensor, share: Tensor, first: Tensor | None, packing: Packing | None, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How much of the token before, and of itself, a token writes at the end of its step.
+
+        e^{g_t} (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t)   and   λ_t Δ_t,   with λ = σ(l)
+
+    Args:
+        g, step: log-decay g and step size Δ `[B, T, H]`, float32 or wider.
+        share: l `[B, T, H]`.
+        first: `λ Δ [N, H]` of the token before each sequence, or None.
+        packing, backend: see the top of the module.
+
+    Returns:
+        Both `[B, T, H]`, and λ Δ of the last token of each sequence, `[N, H]`.
+    """
+    return _run("trapezoid_weights", _weights, backend, (g, step, share, first), packing)
+
+
+def _weights(
+    g: Tensor, step: Tensor, share: Tensor, first: Tensor | None, packing: Packing | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    end = share.to(compute_dtype(share)).sigmoid()
+    gain = end * step
+    before, last = _packed(packing, gain).delay(gain, first)
+    return g.exp() * (before + (1 - end) * step), gain, last
+
+
+# ---------------------------------------------------------------------------------------------- queries and keys
+
+
+def trapezoid_keys(
+    c: Tensor, b: Tensor, v: Tensor, angle: Tensor, query: tuple[Tensor, Tensor] | None,
+    key: tuple[Tensor, Tensor] | None, first: tuple[Tensor | None, Tensor | None], eps: float, whole: bool,
+    packing: Packing | None, backend: str = "auto",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Queries, and the keys and values of the token before each token.
+
+        q = R(φ) (norm(c) ⊙ w_q + b_q),   k = R(φ) (norm(b) ⊙ w_k + b_k)
+
+    R(φ) rotates the pairs (i, i + P) of the first 2P channels. The norm is over the channels of each group.
+
+    Args:
+        c, b: `[B, T, G·K]`.
+        v: values `[B, T, H', V]`.
+        angle: φ `[B, T, A, P]` in turns of 2π. Head h has that of h mod A, so the R heads of a MIMO head share one.
+        query, key: weight `[K]` and bias `[H, K]` of the norms. None is no norm and no bias, and then H = G.
+        first: key `[N, H, K]` and value `[N, H', V]` of the token before each sequence, or None.
+        eps: of the norms.
+        whole: whether to return k too.
+        packing, backend: see the top of the module.
+
+    Returns:
+        q and the keys before `[B, T, H, K]` in the dtype of v, the values before `[B, T, H', V]`, the products q·k of
+        each token with itself `[B, T, H]`, key and value of the last token of each sequence, and k if asked for.
+    """
+    parameters = (*(query or (None, None)), *(key or (None, None)))
+    return _run("trapezoid_keys", _keys, backend, (c, b, v, angle, *parameters, *first), eps, whole, packing)
+
+
+def _keys(
+    c: Tensor, b: Tensor, v: Tensor, angle: Tensor, query: Tensor | None, query_bias: Tensor | None,
+    key: Tensor | None, key_bias: Tensor | None, first_key: Tensor | None, first_value: Tensor | None, eps: float,
+    whole: bool, packing: Packing | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    packing, heads = _packed(packing, c), angle.shape[2]
+    turns = 2 * math.pi * angle.unsqueeze(2)
+    cos, sin = turns.cos(), turns.sin()
+    q, k = (
+        turned(normed(x, weight, bias, eps, heads).unflatten(2, (-1, heads)), cos, sin).flatten(2, 3)
+        for x, weight, bias in ((c, query, query_bias), (b, key, key_bias))
+    )
+    before, last_key = packing.delay(k, first_key)
+    v_before, value = packing.delay(v, first_value)
+    found = q.to(v.dtype), before.to(v.dtype), v_before, (q * k).sum(-1), last_key, value
+    return (*found, k.to(v.dtype)) if whole else found
+
+
+def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, heads: int) -> Tensor:
+    """`RMSNorm(x) ⊙ weight + bias` with the norm over each group, `[B, T, G·K]` → `[B, T, H, K]` in float32 or wider.
+
+    Without weight and bias it is x, in `heads` heads.
+    """
+    x = x.to(compute_dtype(x))
+    if weight is None or bias is None:
+        return x.unflatten(-1, (heads, -1))
+    size = bias.shape[-1]
+    x = F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=eps) * weight
+    return (x.unsqueeze(3) + bias.unflatten(0, (x.shape[2], -1))).flatten(2, 3)
+
+
+# ----------------------------------------------------------------------------------------------------- outputs
+
+
+def trapezoid_output(
+    o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None, z: Tensor | None, backend: str = "auto"
+) -> Tensor:
+    """`(o + (gain · dot + D) v) ⊙ silu(z)`: what a token reads of itself, the skip and the gate.
+
+    Args:
+        o, v: `[B, T, H, V]`.
+        dot, gain: `[B, T, H]`, float32 or wider.
+        skip: D `[H]` or None.
+        z: `[B, T, H·V]`, or None for no gate.
+        backend: see the top of the module.
+
+    Returns:
+        `[B, T, H·V]`, in the dtype of o.
+    """
+    return _run("trapezoid_output", _output, backend, (o, v, dot, gain, skip, z))
+
+
+def _output(o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None, z: Tensor | None) -> Tensor:
+    factor = gain * dot if skip is None else torch.addcmul(skip, gain, dot)
+    y = torch.addcmul(o, factor.unsqueeze(-1).to(o.dtype), v.to(o.dtype)).flatten(-2)
+    return y if z is None else y * F.silu(z.to(y.dtype))
+
+
+# -------------------------------------------------------------------------------------------- implementations
+
+define(
+    "running_angles", step="B T H", rate="B T P | B T H P", first="B H P | None",
+    settings={"bounded": True, "packing": None},
+)  # fmt: skip
+define(
+    "trapezoid_weights", g="B T H", step="B T H", share="B T H", first="B H | None", log_decays=["g"],
+    settings={"packing": None},
+)  # fmt: skip
+define(
+    "trapezoid_keys", c="B T K", b="B T K", v="B T H V", angle="B T H P", query="K", query_bias="H K", key="K",
+    key_bias="H K", first_key="B H K | None", first_value="B H V | None",
+    settings={"eps": 1e-5, "whole": True, "packing": None},
+)  # fmt: skip
+define(
+    "trapezoid_output", o="B T H V", v="B T H V", dot="B T H", gain="B T H", skip="H | None", z="B T D | None",
+)  # fmt: skip
+for _op, _expression in (
+    ("running_angles", _angles), ("trapezoid_weights", _weights), ("trapezoid_keys", _keys),
+    ("trapezoid_output", _output),
+):  # fmt: skip
+    for _backend in ("chunked", "reference"):
+        implements(_op, _backend, _expression, traceable=True)
+
+
+def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    """The `why_not` of the Triton kernels, which have all channels of a head in one program; φ may be float64."""
+    if tensors is not None:
+        heads = {"running_angles": tensors[1:2], "trapezoid_keys": tensors[2:6:3], "trapezoid_output": tensors[1:2]}
+        size = max((x.shape[-1] for x in heads.get(op, ()) if x is not None), default=1)
+        if op == "trapezoid_keys" and tensors[5] is None:
+            size = max(size, tensors[0].shape[-1] // tensors[3].shape[2])
+        if size > triton.SIZES[-1]:
+            return f"the Triton kernel of {op} takes heads of at most {triton.SIZES[-1]} channels; got {size}"
+        tensors = tensors[:-1] if op == "running_angles" else tensors
+    return triton.why_not_pass(op, device, tensors)
+
+
+def _bounds(packing: Packing | None) -> Tensor | None:
+    return None if packing is None else packing.cu_seqlens
+
+
+@implements("running_angles", "triton", why_not=_why_not)
+def _triton_angles(
+    step: Tensor, rate: Tensor, first: Tensor | None, bounded: bool, packing: Packing | None
+) -> tuple[Tensor, Tensor]:
+    return triton.custom_op("running_angles")(step, rate, first, _bounds(packing), bounded)
+
+
+@implements("trapezoid_weights", "triton", why_not=_why_not)
+def _triton_weights(
+    g: Tensor, step: Tensor, share: Tensor, first: Tensor | None, packing: Packing | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return triton.custom_op("trapezoid_weights")(g, step, share, first, _bounds(packing))
+
+
+@implements("trapezoid_keys", "triton", why_not=_why_not)
+def _triton_keys(*given: Any) -> tuple[Tensor, ...]:
+    *tensors, eps, whole, packing = given
+    return tuple(triton.custom_op("trapezoid_keys")(*tensors, _bounds(packing), eps, whole))
+
+
+@implements("trapezoid_output", "triton", why_not=_why_not)
+def _triton_output(*tensors: Tensor | None) -> Tensor:
+    return triton.custom_op("trapezoid_output")(*tensors)
