@@ -13,10 +13,10 @@ from helpers import assert_raises, generator, relative_error
 
 import halflife
 from halflife import ops
-from halflife.ops.trapezoid import running_angle
 from halflife.models.states import size
 from halflife.ops.koopman import convert_state
 from halflife.ops.slow_decay import decay_and_add, split_decay
+from halflife.ops.trapezoid import running_angle
 from halflife.packing import Packing
 from halflife.position import half_lrpe, lrpe, rope
 

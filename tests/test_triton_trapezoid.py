@@ -12,7 +12,6 @@ if sys.platform != "linux":
 
 from test_triton_passes import DEVICE, DTYPES, check, strided
 
-from halflife import LanguageModel, preset
 from halflife.ops import trapezoid
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton.passes import angles, weights
@@ -40,7 +39,7 @@ def drawn(sizes, bounds, length=21, states=()):
 
 @crossed(strength=1, dtype=DTYPES, bounds=BOUNDS, state=[True, False], heads=[True, False], pairs=[3, 20])
 def test_running_angles(dtype, bounds, state, heads, pairs):
-    """Of rates that all heads share, under a tanh, and of rates of each head. Angles are compared as points of a circle."""
+    """Of rates that all heads share, under a tanh, and of rates of each head, compared as points of a circle."""
     rate = (21, 3, pairs) if heads else (21, pairs)
     tensors, packing = drawn({"step": (21, 3), "rate": rate, "first": (3, pairs)}, bounds, states=("first",))
     tensors["step"] = tensors["step"].abs() * 4

@@ -32,7 +32,7 @@ def _run(op: str, plain: Any, backend: str, tensors: tuple[Tensor | None, ...], 
 
 
 def _packed(packing: Packing | None, x: Tensor) -> Packing:
-    return Packing(*x.shape[:2]) if packing is None else packing
+    return Packing(x.shape[0], x.shape[1]) if packing is None else packing
 
 
 # ------------------------------------------------------------------------------------------------------ angles

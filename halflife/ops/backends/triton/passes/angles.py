@@ -160,8 +160,9 @@ def _angles_backward(
         )  # fmt: skip
     if rate.ndim == 3:
         like = rate.new_empty(rate.shape)
-        drate = sums_of_parts((drate, like, sizes[2]))[0] if drate.numel() else like
-        assert drate is not None
+        found = sums_of_parts((drate, like, sizes[2]))[0] if drate.numel() else like
+        assert found is not None
+        drate = found
     return dstep, drate, dfirst
 
 
@@ -174,10 +175,10 @@ def _angles_save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _angles_grad(ctx: Any, dangle: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
     only_first_derivatives()
     step, rate, first, bounds = ctx.saved_tensors
-    if dangle is None:
-        dangle = step.new_zeros(*step.shape, rate.shape[-1], dtype=torch.float32)
+    shape = *step.shape, rate.shape[-1]
+    dangle = step.new_zeros(shape, dtype=torch.float32) if dangle is None else dangle.contiguous()
     dlast = None if dlast is None else dlast.contiguous()
-    dstep, drate, dfirst = _of_angles(dangle.contiguous(), dlast, step, rate, first, bounds, ctx.bounded)
+    dstep, drate, dfirst = _of_angles(dangle, dlast, step, rate, first, bounds, ctx.bounded)
     return dstep, drate, None if first is None else dfirst, None, None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare, save_inputs
-from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import contiguous, entries, rows_of_tokens
 
 TILE = 1024  # entries of a program at once
 PROGRAMS = 1024  # programs of a backward pass, at most, of all heads
@@ -116,10 +116,6 @@ def _keys_back_kernel(
         tl.store(sums + place + 3 * heads * size, dbonus, mask=here)
 
 
-def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
 def tiles_of(x: Tensor, backward: bool) -> tuple[tuple[int, int, int], int, int, dict[str, int]]:
     """Tokens, H and K of `x [B, T, H, K]`, the programs a head, the tiles of each, and the options of a launch."""
     tokens, heads, size = x.shape[0] * x.shape[1], x.shape[2], x.shape[3]
@@ -141,7 +137,7 @@ def _keys(
         given, strides = rows_of_tokens(bias.numel(), key, rate, r)
         size, blocks, _, tile = tiles_of(key, False)
         launch(_keys_kernel, (blocks * size[1],))(
-            *given, *_packed(bias, unit, change, bonus), *outs, *[None] * (4 - len(outs)), *size, *strides, **tile
+            *given, *contiguous(bias, unit, change, bonus), *outs, *[None] * (4 - len(outs)), *size, *strides, **tile
         )
     return outs
 
@@ -157,7 +153,7 @@ def _keys_backward(
     if key.numel():
         given, strides = rows_of_tokens(bias.numel(), key, rate, r)
         launch(_keys_back_kernel, (blocks * size[1],))(
-            *given, *_packed(bias, unit, change, bonus), *douts, *[None] * (4 - len(douts)), dkey, drate, dr, sums,
+            *given, *contiguous(bias, unit, change, bonus), *douts, *[None] * (4 - len(douts)), dkey, drate, dr, sums,
             *size, *strides, sums.shape[1], tiles, **tile,
         )  # fmt: skip
     return dkey, drate, dr, sums.sum(0)

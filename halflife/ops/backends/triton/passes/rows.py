@@ -34,3 +34,7 @@ def evenly(x: Tensor) -> Tensor:
     """A tensor `[B, T, …]` whose tokens are evenly apart, and its last axis too."""
     x = dense(x)
     return x if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
+
+
+def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]

@@ -1,8 +1,7 @@
 """Mamba-3's queries, and the keys and values of the tokens before, as `halflife.ops.trapezoid` defines them.
 
-A program of the forward pass has one head of some tokens, and one of the backward pass all heads of a group, whose
-gradients of the group's channels it adds. The channels of a head are three parts: the first and the second ones of the
-rotated pairs, and the rest. The backward pass computes the forward pass again.
+A program of the forward pass has one head of some tokens, and one of the backward pass all heads of a group. The
+channels of a head are three parts: the first and the second ones of the rotated pairs, and the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
-from halflife.ops.backends.triton.passes.rows import as_rows
+from halflife.ops.backends.triton.passes.rows import as_rows, contiguous
 from halflife.ops.backends.triton.passes.weights import neighbours, of_first, rows_and_sequences, states_like
 
 TILE = 2048  # entries of a program at once
@@ -80,10 +79,18 @@ def _biased(a, b, c, weight, bias, h, P, K, BP: tl.constexpr, BC: tl.constexpr):
 @triton.jit
 @no_type_check
 def _cos_sin(angle, place, there, P, BP: tl.constexpr):
+    """cos and sin of angles in turns, by the polynomials of Cephes for an eighth of a turn."""
     pairs = tl.arange(0, BP)
     mask = there[:, None] & (pairs < P)[None, :]
-    turns = tl.load(angle + place.to(tl.int64)[:, None] + pairs[None, :], mask=mask, other=0.0)
-    return tl.cos(turns * TURN), tl.sin(turns * TURN)
+    turns = tl.load(angle + place.to(tl.int64)[:, None] + pairs[None, :], mask=mask, other=0.0).to(tl.float32)
+    quarters = tl.floor(4 * turns + 0.5)
+    x = (turns - quarters / 4) * TURN
+    y = x * x
+    sin = ((-1.9515295891e-4 * y + 8.3321608736e-3) * y - 1.6666654611e-1) * y * x + x
+    cos = ((2.443315711809948e-5 * y - 1.388731625493765e-3) * y + 4.166664568298827e-2) * y * y - y / 2 + 1
+    quadrant = quarters.to(tl.int32) & 3
+    sin, cos = tl.where(quadrant % 2 == 0, sin, cos), tl.where(quadrant % 2 == 0, cos, -sin)
+    return tl.where(quadrant < 2, cos, -cos), tl.where(quadrant < 2, sin, -sin)
 
 
 @triton.jit
@@ -229,19 +236,15 @@ def _keys_back_kernel(
     _of_normed(ta, tb, tc, ma, mb, mc, inverse_b, key, db, place, there, P, K, BP, BC)
 
 
-def _sizes(c: Tensor, v: Tensor, angle: Tensor, bias: Tensor | None) -> tuple[tuple[int, ...], dict[str, int]]:
+def _sizes(c: Tensor, v: Any, angle: Tensor, bias: Tensor | None) -> tuple[tuple[int, ...], dict[str, int]]:
     """The heads of queries, of angles and of values, the heads of a group, P, K and V; and the size of a tile."""
     heads = angle.shape[2] if bias is None else len(bias)
     size = c.shape[2] // heads if bias is None else bias.shape[1]
-    (_, _, value_heads, value), pairs = v.shape, angle.shape[3]
+    (_, _, value_heads, value), pairs = v, angle.shape[3]
     channels, per = triton.next_power_of_2(size), heads * size // max(1, c.shape[2])
     tile = {"BP": triton.next_power_of_2(pairs), "BC": triton.next_power_of_2(max(1, size - 2 * pairs))}
-    tile |= {"BR": max(1, TILE // channels), "BK": channels, "BV": triton.next_power_of_2(value)}
+    tile |= {"BR": max(1, min(32, TILE // channels)), "BK": channels, "BV": triton.next_power_of_2(value)}
     return (heads, angle.shape[2], value_heads, per, pairs, size, value), tile
-
-
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def _keys(
@@ -250,18 +253,17 @@ def _keys(
     cu_seqlens: Tensor | None, eps: float, whole: bool,
 ) -> list[Tensor]:  # fmt: skip
     """q, the keys and the values before, q·k, the last keys and values of sequences, and k if asked for."""
-    (sizes, tile), angle = _sizes(c, v, angle, query_bias), angle.contiguous()
+    (sizes, tile), angle = _sizes(c, v.shape, angle, query_bias), angle.contiguous()
     shape = *c.shape[:2], sizes[0], sizes[5]
     q, before = v.new_empty(shape), v.new_empty(shape)
     v_before, dot = v.new_empty(v.shape), v.new_empty(shape[:3], dtype=torch.float32)
     last_key = states_like(q, first_key, cu_seqlens, torch.float32)
     last_value = states_like(v, first_value, cu_seqlens, v.dtype)
-    k = [v.new_empty(shape)] if whole else []
-    tokens = rows_and_sequences(v, cu_seqlens)
+    tokens, k = rows_and_sequences(v, cu_seqlens), [v.new_empty(shape)] if whole else []
     if q.numel():
         (c, c_t), (b, b_t), (values, v_t) = as_rows(c, c.shape[2]), as_rows(b, b.shape[2]), as_rows(v, v[0, 0].numel())
         launch(_keys_kernel, (triton.cdiv(tokens[0], tile["BR"]) * sizes[0],))(
-            c, b, values, angle, *_contiguous(query, query_bias, key, key_bias, first_key, first_value), cu_seqlens,
+            c, b, values, angle, *contiguous(query, query_bias, key, key_bias, first_key, first_value), cu_seqlens,
             q, before, v_before, dot, last_key, last_value, k[0] if whole else None, *tokens, c_t, b_t, v_t, *sizes,
             eps, **tile,
         )  # fmt: skip
@@ -275,19 +277,18 @@ def _keys_backward(
     first_value: Tensor | None, cu_seqlens: Tensor | None, eps: float,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of c, b, v, φ and both first ones, and those of biases and weights in rows."""
-    (sizes, tile), angle = _sizes(c, dv_before, angle, query_bias), angle.contiguous()
+    (sizes, tile), angle = _sizes(c, dv_before.shape, angle, query_bias), angle.contiguous()
     heads, size, groups = sizes[0], sizes[5], c.shape[2] // sizes[5]
     dc, db, dv = (x.new_empty(x.shape) for x in (c, b, dv_before))
     dangle = angle.new_empty(*angle.shape[:2], heads, angle.shape[3])
-    firsts = [None if x is None else of_first(d, x, cu_seqlens)
-              for d, x in ((dlast_key, first_key), (dlast_value, first_value))]  # fmt: skip
+    firsts = [None if x is None else of_first(d, x) for d, x in ((dlast_key, first_key), (dlast_value, first_value))]
     tokens = rows_and_sequences(c, cu_seqlens)
     blocks = triton.cdiv(tokens[0], tile["BR"])
     sums = angle.new_empty(blocks if query is not None else 0, 2 * (heads + groups), size)
     if dq.numel():
         (c, c_t), (b, b_t) = as_rows(c, c.shape[2]), as_rows(b, b.shape[2])
         launch(_keys_back_kernel, (blocks * groups,))(
-            c, b, angle, *_contiguous(query, query_bias, key, key_bias), cu_seqlens, dq, dbefore, dv_before, ddot,
+            c, b, angle, *contiguous(query, query_bias, key, key_bias), cu_seqlens, dq, dbefore, dv_before, ddot,
             dlast_key, dlast_value, dk, dc, db, dv, dangle, *firsts, sums, *tokens, c_t, b_t, *sizes, eps, **tile,
         )  # fmt: skip
     if heads != angle.shape[2] and dangle.numel():
@@ -306,23 +307,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _grad(ctx: Any, douts: list[Tensor | None]) -> tuple[Any, ...]:
     only_first_derivatives()
-    c, b, angle, query, query_bias, key, key_bias, first_key, first_value, _ = saved = ctx.saved_tensors
-    (shape, dtype), heads = ctx.values, angle.shape[2] if query_bias is None else len(query_bias)
-    size = c.shape[2] // heads if query_bias is None else query_bias.shape[1]
-    dq, dbefore, dv_before, *rest = [None if d is None else d.contiguous() for d in douts]
+    c, _, angle, query, query_bias, key, key_bias, first_key, first_value, _ = saved = ctx.saved_tensors
+    (shape, dtype), (sizes, _) = ctx.values, _sizes(c, ctx.values[0], angle, query_bias)
+    heads, size = sizes[0], sizes[5]
+    dq, dbefore, dv_before, *rest = contiguous(*douts)
     dq, dbefore = (c.new_zeros(*shape[:2], heads, size, dtype=dtype) if d is None else d for d in (dq, dbefore))
     dv_before = c.new_zeros(shape, dtype=dtype) if dv_before is None else dv_before
     rest += [None] * (4 - len(rest))
     dc, db, dv, dangle, of_key, of_value, sums = _gradients(dq, dbefore, dv_before, *rest, *saved, ctx.eps)
-    parameters: list[Any] = [None] * 4
-    if query is not None:
+    parameters, given = [None] * 4, [x for x in (query, query_bias, key, key_bias) if x is not None]
+    if given:
         groups = len(sums) // 2 - heads
         of_query_bias, of_key_bias, of_query, of_key_weight = sums.split([heads, heads, groups, groups])
         of_query, of_key_weight = (x[0] if groups == 1 else x.sum(0) for x in (of_query, of_key_weight))
         found = of_query, of_query_bias, of_key_weight, of_key_bias
-        parameters = [d.to(x.dtype) for d, x in zip(found, (query, query_bias, key, key_bias), strict=True)]
-    of_key, of_value = None if first_key is None else of_key, None if first_value is None else of_value
-    return dc, db, dv, dangle, *parameters, of_key, of_value, None, None, None
+        parameters = [d.to(x.dtype) for d, x in zip(found, given, strict=True)]
+    firsts = None if first_key is None else of_key, None if first_value is None else of_value
+    return dc, db, dv, dangle, *parameters, *firsts, None, None, None
 
 
 _gradients = declare("triton_trapezoid_keys_backward", _keys_backward)

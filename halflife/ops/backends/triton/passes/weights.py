@@ -15,7 +15,7 @@ from halflife.ops.backends.triton.op import declare, save_inputs
 from halflife.ops.backends.triton.passes.convolution import sequence_of
 from halflife.ops.backends.triton.passes.rows import entries, evenly, rows_of_tokens
 
-TILE = 2048  # entries of a program at once
+TILE, WEIGHTS = 2048, 512  # entries of a program of outputs, and of weights
 
 
 @triton.jit
@@ -110,8 +110,8 @@ def states_like(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, dtyp
 
 
 def _blocks(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    columns = max(16, triton.next_power_of_2(x.shape[2]))
-    rows = max(1, TILE // columns)
+    columns = triton.next_power_of_2(x.shape[2])
+    rows = max(1, min(32, WEIGHTS // columns))
     return (triton.cdiv(x.shape[0] * x.shape[1], rows),), {"BR": rows, "BC": columns}
 
 
@@ -138,7 +138,7 @@ def _weights_backward(
     share = evenly(share)
     dg, dstep = (g.new_empty(g.shape, dtype=torch.float32) for _ in range(2))
     dshare = share.new_empty(share.shape)
-    dfirst = g.new_empty(0) if first is None else of_first(dlast, first, cu_seqlens)
+    dfirst = g.new_empty(0) if first is None else of_first(dlast, first)
     if g.numel():
         grid, tile = _blocks(g)
         sizes = *rows_and_sequences(g, cu_seqlens), g.shape[2], share.stride(1)
@@ -149,7 +149,7 @@ def _weights_backward(
     return dg, dstep, dshare, dfirst
 
 
-def of_first(dlast: Tensor | None, first: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def of_first(dlast: Tensor | None, first: Tensor) -> Tensor:
     """The gradient of what precedes sequences; an empty one hands over that of what it leaves."""
     if dlast is None:
         return first.new_zeros(first.shape)
