@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers import generator
+from helpers import assert_close, generator
 from pairwise import crossed
 
 if sys.platform != "linux":
@@ -12,12 +12,15 @@ if sys.platform != "linux":
 
 from test_triton_passes import DEVICE, DTYPES, check, strided
 
+from halflife import layers
+from halflife.layers.memory.mimo import MIMO
 from halflife.ops import trapezoid
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton.passes import angles, weights
 from halflife.ops.backends.triton.passes import trapezoid as kernels
 from halflife.packing import Packing
 
+LAYER = 4 * 1e-6  # four times the worst error measured of a layer in float32, relative to the largest entry
 BOUNDS = [None, [0, 1, 1, 3, 12, 21]]
 
 
@@ -120,6 +123,44 @@ def test_long_sums_of_angles_lose_nothing():
     exact = (step.unsqueeze(-1) * rate.unsqueeze(2).tanh() / 2).double().cumsum(1)
     difference = torch.cat([angle - exact, last.unsqueeze(1) - exact[:, -1:]], 1)
     assert (difference - difference.round()).abs().max() <= 4 * 1e-6
+
+
+LAYERS = {
+    "mamba3": {"state_size": 4, "num_groups": 2},
+    "mamba3, two states": {"state_size": 4, "gate_rank": {}},
+    "mamba3, norm and rate": {"state_size": 4, "rate_floor": 1e-4, "output_norm": True},
+    "mamba3, rank 2": {"state_size": 4, "rank": 2},
+    "mamba3_echo": {"state_size": 4},
+}
+
+
+@crossed(strength=1, name=LAYERS, bounds=[None, [0, 5, 5, 9]], cut=[False, True])
+def test_layers(name, bounds, cut):
+    """Whole layers with all kernels, in one piece, or continued from the states of the first piece."""
+    layer = layers.build(name.split(",")[0], hidden_size=12, num_heads=2, chunk_size=16, **LAYERS[name])
+    x = torch.randn(2 if bounds is None else 1, 9, 12, generator=generator(name))
+    bounds = None if bounds is None else torch.tensor(bounds)
+    found = []
+    for backend in ("triton", "reference"):
+        exact = backend == "reference"
+        layer = (layer.double() if exact else layer).to("cpu" if exact else DEVICE)
+        for part in layer.modules():
+            for kind in ("backend", "pass_backend"):
+                if hasattr(part, kind):
+                    setattr(part, kind, "chunked" if isinstance(part, MIMO) else backend)
+        given = x.to(next(layer.parameters())).requires_grad_()
+        places = None if bounds is None else bounds.to(given.device)
+        y, state = layer(given, None, places)
+        if cut:
+            more, state = layer(given.flip(1), state, places)
+            y = y * more
+        loss = y.square().sum() + sum(part.square().sum() for kind, part in state.items() if kind == "memory")
+        gradients = torch.autograd.grad(loss, [given, *layer.parameters()])
+        names = ["x", *(key for key, _ in layer.named_parameters())]
+        state = {key: part for key, part in state.items() if key not in ("position", "angle")}
+        all_of = {"y": y, **state, **{f"d{key}": d for key, d in zip(names, gradients, strict=True)}}
+        found.append({key: part.detach().double().cpu() for key, part in all_of.items()})
+    assert_close(*found, LAYER)
 
 
 X = torch.randn(2, 3, 4)

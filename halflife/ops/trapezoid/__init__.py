@@ -246,7 +246,7 @@ def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
     """The `why_not` of the Triton kernels, which have all channels of a head in one program; φ may be float64."""
     if tensors is not None:
         heads = {"running_angles": tensors[1:2], "trapezoid_keys": tensors[2:6:3], "trapezoid_output": tensors[1:2]}
-        size = max((x.shape[-1] for x in heads.get(op, ()) if x is not None), default=1)
+        size = max([1, *(x.shape[-1] for x in heads.get(op, ()) if x is not None)])
         if op == "trapezoid_keys" and tensors[5] is None:
             size = max(size, tensors[0].shape[-1] // tensors[3].shape[2])
         if size > triton.SIZES[-1]:

@@ -106,9 +106,8 @@ def _angles_back_kernel(
         at = rows.to(tl.int64) * H + h
         place = at[:, None] * P + cols[None, :]
         d = tl.load(dangle + place, mask=inside, other=0.0).to(tl.float32)
-        d = tl.cumsum(d, 0, reverse=True).to(tl.float64) + later[None, :]
-        later = tl.sum(tl.where((rows == stop - (tile + 1) * BR)[:, None], d, 0.0), 0)
-        of_turns = d.to(tl.float32)
+        of_turns = tl.cumsum(d, 0, reverse=True) + later.to(tl.float32)[None, :]
+        later += tl.sum(d, 0).to(tl.float64)
         speed, slope = _speed(rate, rows, h, cols, inside, r_t, r_h, BOUNDED)
         size = tl.load(step + at, mask=rows >= start, other=0.0).to(tl.float32)[:, None]
         tl.store(dstep + at, tl.sum(of_turns * speed, 1), mask=rows >= start)
@@ -117,14 +116,16 @@ def _angles_back_kernel(
         tl.store(dfirst + whole, later, mask=cols < P)
 
 
-def _grid(step: Tensor, rate: Tensor, cu_seqlens: Tensor | None) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+def _grid(
+    step: Tensor, rate: Tensor, cu_seqlens: Tensor | None, entries: int
+) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     """The grid, T, H, P and the strides of the rates, and the size of a tile."""
     batch, length, heads = step.shape
     pairs = rate.shape[-1]
     block = max(16, triton.next_power_of_2(pairs))
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     strides = rate.stride(1), 0 if rate.ndim == 3 else rate.stride(2)
-    tile = {"BR": max(16, TILE // block), "BP": block}
+    tile = {"BR": max(16, entries // block), "BP": block}
     return (sequences * heads,), (length, heads, pairs, *strides), tile
 
 
@@ -133,7 +134,7 @@ def _angles(
 ) -> tuple[Tensor, Tensor]:
     """φ `[B, T, H, P]` in float32, and that of the last token of each sequence in float64."""
     rate = evenly(rate)
-    grid, sizes, tile = _grid(step, rate, cu_seqlens)
+    grid, sizes, tile = _grid(step, rate, cu_seqlens, TILE)
     angle = step.new_empty(*step.shape, sizes[2], dtype=torch.float32)
     last = step.new_empty(grid[0] // sizes[1], *sizes[1:3], dtype=torch.float64)
     if last.numel():
@@ -149,7 +150,7 @@ def _angles_backward(
     bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rate = evenly(rate)
-    grid, sizes, tile = _grid(step, rate, cu_seqlens)
+    grid, sizes, tile = _grid(step, rate, cu_seqlens, TILE // 2)
     dstep = step.new_empty(step.shape, dtype=step.dtype)
     drate = dangle.new_empty(dangle.shape, dtype=torch.float32 if rate.ndim == 3 else rate.dtype)
     dfirst = step.new_empty(0) if first is None else torch.empty_like(first, memory_format=torch.contiguous_format)

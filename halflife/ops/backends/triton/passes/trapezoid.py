@@ -179,12 +179,12 @@ def _keys_back_kernel(
     groups = H // PER
     g = tl.program_id(0) % groups
     block = (tl.program_id(0) // groups).to(tl.int64)
-    rows = block * BR + tl.arange(0, BR)
+    rows = tl.program_id(0) // groups * BR + tl.arange(0, BR)
     there = rows < rows_all
     n, begins, ends = neighbours(rows, cu_seqlens, N, T, rows_all, steps)
     begins, goes_on = begins & there, there & (ends == 0)
-    na, nb, nc = _load(c, rows * c_t + g * K, there, P, K, BP, BC)
-    ma, mb, mc = _load(b, rows * b_t + g * K, there, P, K, BP, BC)
+    na, nb, nc = _load(c, rows.to(tl.int64) * c_t + g * K, there, P, K, BP, BC)
+    ma, mb, mc = _load(b, rows.to(tl.int64) * b_t + g * K, there, P, K, BP, BC)
     inverse, inverse_b = 1.0, 1.0
     if query is not None:
         na, nb, nc, inverse = _normed(na, nb, nc, K, eps)
@@ -192,8 +192,8 @@ def _keys_back_kernel(
     sa, sb, sc = tl.zeros_like(na), tl.zeros_like(nb), tl.zeros_like(nc)  # gradients of queries over all heads
     ta, tb, tc = tl.zeros_like(na), tl.zeros_like(nb), tl.zeros_like(nc)  # of keys
     for h in range(g * PER, (g + 1) * PER):
-        wide, state = rows * H + h, n * H + h
-        cos, sin = _cos_sin(angle, (rows * A + h % A) * P, there, P, BP)
+        wide, state = rows.to(tl.int64) * H + h, n * H + h
+        cos, sin = _cos_sin(angle, (rows.to(tl.int64) * A + h % A) * P, there, P, BP)
         qa, qb, qc = _biased(na, nb, nc, query, query_bias, h, P, K, BP, BC)
         ka, kb, kc = _biased(ma, mb, mc, key, key_bias, h, P, K, BP, BC)
         xa, xb, xc = _load(dq, wide * K, there, P, K, BP, BC)
@@ -222,7 +222,7 @@ def _keys_back_kernel(
         if dfirst_key is not None:
             _copy(dbefore, dfirst_key, (wide * K, state * K), begins, K, BK)
         if h < VH:
-            place, state = (rows * VH + h) * V, (n * VH + h) * V
+            place, state = (rows.to(tl.int64) * VH + h) * V, (n * VH + h) * V
             _copy(dv_before, dv, (place + VH * V, place), goes_on, V, BV)
             _copy(dlast_value, dv, (state, place), ends, V, BV)
             if dfirst_value is not None:
@@ -231,7 +231,7 @@ def _keys_back_kernel(
         at = (block * 2 * (H + groups) + 2 * H + g) * K
         _sum_rows(sums, at, sa * na, sb * nb, sc * nc, P, K, BP, BC)
         _sum_rows(sums, at + groups * K, ta * ma, tb * mb, tc * mc, P, K, BP, BC)
-    place = rows * groups * K + g * K
+    place = rows.to(tl.int64) * groups * K + g * K
     _of_normed(sa, sb, sc, na, nb, nc, inverse, query, dc, place, there, P, K, BP, BC)
     _of_normed(ta, tb, tc, ma, mb, mc, inverse_b, key, db, place, there, P, K, BP, BC)
 
@@ -308,8 +308,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _grad(ctx: Any, douts: list[Tensor | None]) -> tuple[Any, ...]:
     only_first_derivatives()
     c, _, angle, query, query_bias, key, key_bias, first_key, first_value, _ = saved = ctx.saved_tensors
-    (shape, dtype), (sizes, _) = ctx.values, _sizes(c, ctx.values[0], angle, query_bias)
-    heads, size = sizes[0], sizes[5]
+    (shape, dtype), (heads, *_, size, _) = ctx.values, _sizes(c, ctx.values[0], angle, query_bias)[0]
     dq, dbefore, dv_before, *rest = contiguous(*douts)
     dq, dbefore = (c.new_zeros(*shape[:2], heads, size, dtype=dtype) if d is None else d for d in (dq, dbefore))
     dv_before = c.new_zeros(shape, dtype=dtype) if dv_before is None else dv_before
