@@ -13,12 +13,12 @@ if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 MODIFIED = ("mamba2+post", "mamba2+post+gate_rank", "gated_deltanet+gate_rank", "mamba2+ska", "mamba2+attention")
-PACKED = ("mamba2", "gated_deltanet", "mamba2+post+gate_rank")  # that run packed by our kernels, without fla
+# Those that run packed by our kernels, without fla.
+PACKED = ("mamba2", "gated_deltanet", "mamba2+post+gate_rank", "mamba3", "mamba3_mimo", "mamba3_echo")
 # Their packed forms need the lengths of sequences as numbers: chunks in plain torch (on inputs that fla does not take),
 # running sums of LightNet, and caches of softmax and log-linear attention.
 READ_LENGTHS = (
-    "mamba3", "mamba3_mimo", "mamba3_echo", "longhorn", "longhorn_paper", "lightnet", "llama", "fox",
-    "mamba2+attention", "mamba2+swa", "mamba2+log_linear",
+    "longhorn", "longhorn_paper", "lightnet", "llama", "fox", "mamba2+attention", "mamba2+swa", "mamba2+log_linear",
 )  # fmt: skip
 
 

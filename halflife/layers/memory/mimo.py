@@ -69,7 +69,7 @@ class MIMO(Float32Module):
         decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay
         y, memory = one_state(
             x, q_rows, k_rows, v_rows, decays, None, state, packing.repeated(rank),
-            gain=weight.repeat_interleave(rank, 1), scale=1, **options,
+            gain=weight.unsqueeze(2).expand(-1, -1, rank, -1).flatten(1, 2), scale=1, **options,
         )  # fmt: skip
 
         q, k, k_before = (part.to(room).unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, k_before))

@@ -164,7 +164,7 @@ def _keys(
     whole: bool, packing: Packing | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     packing, heads = _packed(packing, c), angle.shape[2]
-    turns = 2 * math.pi * angle.unsqueeze(2)
+    turns = 2 * math.pi * angle.to(compute_dtype(angle)).unsqueeze(2)
     cos, sin = turns.cos(), turns.sin()
     q, k = (
         turned(normed(x, weight, bias, eps, heads).unflatten(2, (-1, heads)), cos, sin).flatten(2, 3)

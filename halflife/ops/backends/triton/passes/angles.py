@@ -110,10 +110,10 @@ def _angles_back_kernel(
         later += tl.sum(d, 0).to(tl.float64)
         speed, slope = _speed(rate, rows, h, cols, inside, r_t, r_h, BOUNDED)
         size = tl.load(step + at, mask=rows >= start, other=0.0).to(tl.float32)[:, None]
-        tl.store(dstep + at, tl.sum(of_turns * speed, 1), mask=rows >= start)
+        tl.store(dstep + at, tl.sum(of_turns * speed, 1).to(dstep.dtype.element_ty), mask=rows >= start)
         tl.store(drate + place, (of_turns * size * slope).to(drate.dtype.element_ty), mask=inside)
     if dfirst is not None:
-        tl.store(dfirst + whole, later, mask=cols < P)
+        tl.store(dfirst + whole, later.to(dfirst.dtype.element_ty), mask=cols < P)
 
 
 def _grid(

@@ -90,7 +90,7 @@ def _weights_back_kernel(
     of_share = (of_gain - own) * size * end * (1 - end)
     tl.store(dshare + place, of_share.to(dshare.dtype.element_ty), mask=inside)
     if dfirst is not None:
-        tl.store(dfirst + of_state, own, mask=starts)
+        tl.store(dfirst + of_state, own.to(dfirst.dtype.element_ty), mask=starts)
 
 
 def rows_and_sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
