@@ -205,6 +205,17 @@ def test_groups(update, mode, shared):
     close(update, got, want)
 
 
+@crossed(strength=1, mode=["scalar", "gate_rank"])
+def test_the_heads_of_mamba2(mode):
+    """Several blocks of keys and one of values, with tiles of their own, and gradients of heads in 16 bits."""
+    given = in_dtype(inputs("linear", mode, 70, heads=2, key=128, value=64, gain=True), torch.bfloat16)
+    given |= {name: given[name][:, :, :1] for name in "qk"}
+    got = run("linear", given)
+    want = expected(given | {name: given[name].expand(-1, -1, 2, -1) for name in "qk"})
+    want |= {name: want[name].sum(2, keepdim=True) for name in ("dq", "dk")}
+    assert_close(got, want, 4 * WORST["linear"][torch.bfloat16])
+
+
 @crossed(strength=1, update=OP, mode=MODES, bounds=[(0, 5, 5, 38, 38), (0, 0, 0)])
 def test_packed(update, mode, bounds):
     """One boundary is inside a chunk. Empty sequences at the start, between and at the end keep their states."""

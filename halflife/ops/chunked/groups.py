@@ -50,8 +50,8 @@ def read_states(q: Tensor, states: Tensor) -> Tensor:
 
 
 def grads_of_heads(x: Tensor, heads: int) -> Tensor:
-    """Allocate the gradients `[B, T, H, K]` of `x [B, T, G, K]` head by head, in float32 where heads share groups."""
-    dtype = x.dtype if x.shape[2] == heads else torch.float32
+    """Allocate the gradients `[B, T, H, K]` of `x [B, T, G, K]` head by head; float16 would overflow before the sum."""
+    dtype = torch.float32 if x.dtype == torch.float16 and x.shape[2] != heads else x.dtype
     return x.new_empty(*x.shape[:2], heads, x.shape[3], dtype=dtype)
 
 

@@ -110,7 +110,8 @@ def _call(
     states = 2 if mode_of(*gates) == GATE_RANK else 1
     walk, grads = (settings_of(kind, key, value, q.dtype, states, chunk) for kind in ("walk", "grads"))
     if back:  # one size of chunks, whose sums are computed once
-        walk = walk._replace(chunk=grads.chunk)
+        chunk = min(walk.chunk, grads.chunk)
+        walk, grads = walk._replace(chunk=chunk), grads._replace(chunk=chunk)
     sums = sums_of(q, v, gates, segments, walk.chunk)
     return Operands(rows_of(q), rows_of(k), rows_of(v), gates, sums, scale, segments, walk, grads, gain)
 

@@ -27,15 +27,16 @@ FOUND = (0, 2, 5)  # numbers a token that gradients of log-decays are sums of, b
 @triton.jit
 @no_type_check
 def passing(
-    k, v, sums, stride, gain, here, fast, slow, cc, kk, vv, odd, size, H: tl.constexpr, KT: tl.constexpr,
-    VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MODE: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, sums, stride, gain, states, fast, slow, cc, kk, vv, token, segment, h, odd, size, kept, joined, stays,
+    H: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Products of states entering a chunk with gradients of states after it: fast · fast, fast · slow, slow · slow.
+    """The parts of states that pass a chunk, times gradients of states after it: fast · fast, fast · slow, slow · slow.
 
-    `here` is the state entering an even chunk. The one entering an `odd` chunk is that after the chunk before, whose
+    `states` has those entering even chunks. The one entering an `odd` chunk is that after the chunk before, whose
     values, times what its keys read from the gradients, are the part of the product that it wrote.
     """
+    here = states + (((token - odd * C) // (2 * C) + segment) * H + h) * (2 * K * V if MODE == 2 else K * V)
     state = load_state(here, kk, vv, K, V).to(tl.float32)
     passed = tl.sum(state * fast)
     met = 0.0
@@ -53,19 +54,19 @@ def passing(
         factor = factors(gain, -back, cc, before, 0, H)
         left *= factor
         left_slow *= factor
-    kept, joined, stays = stored_carries(sums - back, stride, tl.where(odd == 1, C, size), MODE)
-    kept = tl.where(odd == 1, kept, 1.0)
+    to_fast, to_slow, slow_kept = stored_carries(sums - back, stride, tl.where(odd == 1, C, size), MODE)
+    to_fast = tl.where(odd == 1, to_fast, 1.0)
     wide = beside_state(ks)
     values = vs.to(tl.float32)
     written = tl.sum(dot(wide, fast.to(wide.dtype), tl.zeros([C, BV], tl.float32), PRECISION) * values, 1)
-    passed = kept * passed + tl.sum(written * left)
+    passed = to_fast * passed + tl.sum(written * left)
     if MODE == 2:
-        joined = tl.where(odd == 1, joined, 0.0)
-        stays = tl.where(odd == 1, stays, 1.0)
+        to_slow = tl.where(odd == 1, to_slow, 0.0)
+        slow_kept = tl.where(odd == 1, slow_kept, 1.0)
         written = tl.sum(dot(wide, slow.to(wide.dtype), tl.zeros([C, BV], tl.float32), PRECISION) * values, 1)
-        stayed = stays * stayed + joined * met + tl.sum(written * left_slow)
-        met = kept * met + tl.sum(written * left)
-    return passed, met, stayed
+        stayed = slow_kept * stayed + to_slow * met + tl.sum(written * left_slow)
+        met = to_fast * met + tl.sum(written * left)
+    return kept * passed, joined * met, stays * stayed
 
 
 @triton.jit
@@ -120,6 +121,7 @@ def grads_kernel(
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
+    LATE: tl.constexpr = gain is not None and found is None  # whether factors need the registers of these sums first
     h = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     segment = tl.program_id(1)
@@ -149,16 +151,11 @@ def grads_kernel(
         keys_at = k + token * KT + (h // SK) * KH
         values_at = v + token * VT + h * VH
         factors_at = None if gain is None else gain + token * H + h
-        if MODE != 0:
-            odd = index % 2
-            here = states + (((token - odd * C) // (2 * C) + segment) * H + h) * STATE
+        if MODE != 0 and not LATE:
             passed, met, stayed = passing(
-                keys_at, values_at, at, H * TOKENS, factors_at, here, fast, slow, cc, kk, vv, odd, size, H, KT, VT, K,
-                V, C, BK, BV, MODE, PRECISION,
+                keys_at, values_at, at, H * TOKENS, factors_at, states, fast, slow, cc, kk, vv, token, segment, h,
+                index % 2, size, kept, joined, stays, H, KT, VT, K, V, C, BK, BV, MODE, PRECISION,
             )  # fmt: skip
-            passed *= kept
-            met *= joined
-            stayed *= stays
             if found is not None:
                 chunk = passes + ((token // C + segment) * H + h) * 3
                 tl.store(chunk, passed)
@@ -186,8 +183,7 @@ def grads_kernel(
         dscores = dot(vs, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION) * decays
         if gain is not None:
             of_gain = tl.sum(scores * dscores, 1)
-            factor = factors(gain, token, cc, inside, h, H)
-            dscores *= factor[:, None]
+            dscores *= factors(gain, token, cc, inside, h, H)[:, None]
         if MODE != 0:
             seg = tl.zeros([C], tl.float32)
             if MODE == 2:
@@ -202,6 +198,7 @@ def grads_kernel(
             left_slowly = left_fast
         if gain is not None:
             of_gain += left_fast
+            factor = factors(gain, token, cc, inside, h, H)
             left_fast *= factor
             dks *= factor[:, None]
         if MODE == 2:
@@ -210,6 +207,7 @@ def grads_kernel(
             left_slowly = tl.sum(through * keys.to(tl.float32), 1)
             if gain is not None:
                 of_gain += left_slowly
+                factor = factors(gain, token, cc, inside, h, H)
                 left_slowly *= factor
                 through *= factor[:, None]
             dks += through
@@ -218,6 +216,11 @@ def grads_kernel(
         qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
         dks = dot(dscores.to(qs.dtype), qs, dks, PRECISION)
         store(dk + (token * H + h) * K, dks, cc, kk, inside, H * K, K, BK)
+        if MODE != 0 and LATE:
+            passed, met, stayed = passing(
+                keys_at, values_at, at, H * TOKENS, factors_at, states, fast, slow, cc, kk, vv, token, segment, h,
+                index % 2, size, kept, joined, stays, H, KT, VT, K, V, C, BK, BV, MODE, PRECISION,
+            )  # fmt: skip
         if MODE != 0:
             if found is None:
                 put_log_grads(

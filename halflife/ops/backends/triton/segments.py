@@ -101,13 +101,13 @@ def architecture() -> str:
     return "hopper" if 90 <= target.arch < 120 else "ampere"
 
 
-# (kernel, states a head) → architecture → (tokens of a chunk, columns or rows of a block) for K and V up to 64, and for
-# larger ones. "walk" has all rows of a state and some columns, "grads" all columns and some rows.
+# (kernel, states a head) → architecture → (tokens of a chunk, columns or rows of a block). "walk" has all K rows of a
+# state and some columns, "grads" all V columns and some rows: first where K or V is up to 64, then where it is larger.
 _TILES = {
     ("walk", 1): {"hopper": ((64, 64), (64, 64)), "ampere": ((32, 64), (32, 32)), "amd": ((64, 64), (64, 64))},
-    ("walk", 2): {"hopper": ((32, 64), (16, 32)), "ampere": ((32, 32), (16, 32)), "amd": ((64, 64), (32, 32))},
+    ("walk", 2): {"hopper": ((32, 64), (16, 32)), "ampere": ((32, 64), (16, 32)), "amd": ((64, 64), (32, 32))},
     ("grads", 1): {"hopper": ((32, 64), (16, 64)), "ampere": ((32, 64), (32, 32)), "amd": ((32, 64), (32, 32))},
-    ("grads", 2): {"hopper": ((32, 64), (16, 16)), "ampere": ((32, 32), (16, 16)), "amd": ((32, 32), (16, 32))},
+    ("grads", 2): {"hopper": ((32, 64), (16, 32)), "ampere": ((32, 32), (16, 32)), "amd": ((16, 32), (16, 32))},
 }
 _EXACT = {"walk": (16, 32), "grads": (16, 16)}  # products of float32 use no tensor cores
 
@@ -115,8 +115,12 @@ _EXACT = {"walk": (16, 32), "grads": (16, 16)}  # products of float32 use no ten
 def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
     """The settings of a kernel ("walk" or "grads") whose chunks have at most `most` tokens, a power of two."""
     exact = dtype == torch.float32
-    chunk, size = _EXACT[kind] if exact else _TILES[kind, states][architecture()][bool(max(key, value) > 64)]
-    rows, columns = block(key, 256 if kind == "walk" else size), block(value, 256 if kind == "grads" else size)
+    whole = key if kind == "walk" else value
+    chunk, size = _EXACT[kind] if exact else _TILES[kind, states][architecture()][bool(whole > 64)]
+    if kind == "walk":
+        rows, columns = block(key, 256), block(value, size)
+    else:
+        rows, columns = block(key, size if states * value <= 256 else 16), block(value, 256)
     return Settings(min(chunk, most), rows, columns, 4, 1 if exact else 2)
 
 
