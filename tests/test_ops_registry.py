@@ -55,8 +55,10 @@ def drawn(op, variant):
         elif name in ("beta", "ridge"):
             x = x.sigmoid()
         tensors[name] = x
-    if "a" in tensors and "k" in tensors:
+    if "b" in tensors and "k" in tensors:
         tensors["b"] = -tensors["a"] * tensors["b"].sigmoid()
+    elif "a" in tensors and "k" in tensors:  # without b it is k
+        tensors["a"] = -tensors["k"].repeat_interleave(sizes["H"] // sizes["G"], 2)
     for name, shape in spec.state.items():
         size = shape.sizes(sizes)
         states[name] = torch.arange(5, 5 + size[0]) if shape.dtype == "int" else randn(*size)

@@ -91,6 +91,27 @@ def test_the_delta_rule_under_a_vector_decay(dtype, decay, bounds, heads, shared
     check(arguments, dtype, bounds, op=delta_rule)
 
 
+@cases(
+    "granularity, dtype, shared, bounds",
+    ("vector", torch.bfloat16, 1, None),
+    ("scalar", torch.float32, 2, (0, 5, 5, 18)),
+    pytest.param("none", torch.float16, 1, None, marks=pytest.mark.slow),
+)
+def test_without_b_it_is_k(granularity, dtype, shared, bounds):
+    arguments = inputs(granularity, 18, heads=2, sequences=3 if bounds else None)
+    arguments["k"] = F.normalize(arguments["k"], dim=-1)[:, :, :shared]
+    arguments["a"] = -1.5 * arguments["k"].expand_as(arguments["b"])
+    written = rounded({**arguments, "b": arguments["k"].expand_as(arguments["b"])}, torch.float64)
+    del arguments["b"]
+    got = check(arguments, dtype, bounds)
+    assert "db" not in got
+    arguments = rounded(arguments, torch.float64)
+    for backend in ("reference", "chunked"):
+        want = run(written, bounds, backend=backend)
+        want["dk"] = want["dk"] + want.pop("db").unflatten(2, (shared, -1)).sum(3)
+        assert_close(run(arguments, bounds, backend=backend), want, 1e-14)
+
+
 @cases("bounds", (0, 5, 5, 23, 23), pytest.param((0, 0, 0), marks=pytest.mark.slow))
 def test_packed(bounds):
     """One boundary is inside a chunk. Empty sequences at the start, between and at the end keep their states."""

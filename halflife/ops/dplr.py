@@ -8,6 +8,10 @@ without decay is the case `a = −β k, b = k, k ← β k` (Yang et al. 2024).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,19 +21,20 @@ from halflife.ops.backends.dispatch import dispatch, implements, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
+from halflife.ops.chunked.groups import each_head
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
 from halflife.ops.spec import define
 from halflife.packing import Packing
 
 define(
-    "dplr", q="B T G K", k="B T G K", v="B T H V", a="B T H K", b="B T H K", g="B T H | B T H K | None",
+    "dplr", q="B T G K", k="B T G K", v="B T H V", a="B T H K", b="B T H K | None", g="B T H | B T H K | None",
     state="N H K V", log_decays=["g"],
 )  # fmt: skip
 
 
 def dplr(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None = None, g: Tensor | None = None, *,
     scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -38,10 +43,10 @@ def dplr(
     Args:
         q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G).
         v: values `[B, T, H, V]`.
-        a, b: vectors of the correction `[B, T, H, K]`. It reads the state with a, before the decay, and writes with b.
-            The norm of `diag(e^g) + b aᵀ` must be at most 1, or the state grows without bound. A chunk forms the
-            products of the corrections of its tokens. If these overflow, its outputs are NaN even from a state of zeros
-            and values of zeros, which only "reference" leaves at 0.
+        a, b: vectors of the correction `[B, T, H, K]`. It reads the state with a, before the decay, and writes with b;
+            None is k. The norm of `diag(e^g) + b aᵀ` must be at most 1, or the state grows without bound. A chunk forms
+            the products of the corrections of its tokens. If these overflow, its outputs are NaN even from a state of
+            zeros and values of zeros, which only "reference" leaves at 0.
         g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`. −inf erases all but the correction; None is no decay.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
@@ -63,13 +68,27 @@ def dplr(
     )  # fmt: skip
 
 
+def _with_b(run: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """Give a call the b that it may lack, for an implementation that needs it."""
+
+    @functools.wraps(run)
+    def filled(call: Call) -> Any:
+        if call["b"] is not None:
+            return run(call)
+        k = call["k"]  # as a view, since torch.compile refuses an autograd function that gets one tensor twice
+        return run(call.with_tensors(b=each_head(k.view_as(k), call.sizes["H"], dim=2)))
+
+    return filled
+
+
 implements("dplr", "triton", triton.run_dplr, why_not=triton.why_not)
-implements("dplr", "fla", fla.dplr, why_not=fla.why_not)
-implements("dplr", "native", native.run, why_not=native.why_not, steps=True)
-steps_by("dplr", "triton", triton.run_step, triton.why_not_step)
+implements("dplr", "fla", _with_b(fla.dplr), why_not=fla.why_not)
+implements("dplr", "native", _with_b(native.run), why_not=native.why_not, steps=True)
+steps_by("dplr", "triton", _with_b(triton.run_step), triton.why_not_step)
 
 
 @implements("dplr", "reference")
+@_with_b
 def reference(call: Call) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
     return token_loop(_token, call, call["a"], call["b"])
@@ -86,6 +105,7 @@ def _token(
 
 
 @implements("dplr", "chunked")
+@_with_b
 def chunked(call: Call) -> tuple[Tensor, Tensor]:
     """The chunked form: matrix products and one triangular solve a chunk.
 

@@ -39,7 +39,7 @@ class EraseWrite(Update):
         decay = g.exp() if g.ndim == k.ndim else g.exp().unsqueeze(-1)
         erase, write = block.erase_proj(x).sigmoid().view_as(k), block.write_proj(x).sigmoid().view_as(v)
         erase = 2 * erase if self.allow_neg_eigval else erase
-        return by_dplr(block, tokens, q, k, write * v, -erase * k * decay.to(k.dtype), k.view_as(k))
+        return by_dplr(block, tokens, q, k, write * v, -erase * k * decay.to(k.dtype), None)
 
 
 @dataclass(frozen=True, kw_only=True)

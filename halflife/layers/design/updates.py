@@ -143,9 +143,7 @@ def _remember(block: Block, tokens: Tokens, k: Tensor, beta: Tensor | None) -> t
 
 
 def _dplr(block: Block, tokens: Tokens, k: Tensor, beta: Tensor) -> tuple[Tensor, State]:
-    written = k * beta.unsqueeze(-1)
-    # The view is needed because torch.compile refuses an autograd function that gets one tensor twice.
-    return by_dplr(block, tokens, tokens.q, written.view_as(written), tokens.v, -k, written)
+    return by_dplr(block, tokens, tokens.q, k * beta.unsqueeze(-1), tokens.v, -k, None)
 
 
 def _released_dplr(block: Block, tokens: Tokens, k: Tensor, beta: Tensor) -> tuple[Tensor, State]:
@@ -158,9 +156,9 @@ UPDATES = {"linear": _remember, "delta": _remember, "dplr": _dplr, "dplr_release
 
 
 def by_dplr(
-    block: Block, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
+    block: Block, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None
 ) -> tuple[Tensor, State]:
-    """`S_t = diag λ_t S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ`."""
+    """`S_t = diag λ_t S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ`, where no b is k."""
     o, memory = dplr(
         q, k, v.to(ROOMY[v.dtype]), a, b, tokens.g,
         initial_state=tokens.state.get("memory"), output_final_state=True,

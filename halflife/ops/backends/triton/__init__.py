@@ -147,8 +147,8 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
     """Run a call of DPLR with any decay: the outputs `[B, T, H, V]` and the final states `[N, H, K, V]`."""
     matrices = [call[name] for name in ("q", "k", "v", "a", "b")]
-    if {x.dtype for x in matrices} == MIXED:
-        matrices = [x.float() for x in matrices]
+    if {x.dtype for x in matrices if x is not None} == MIXED:
+        matrices = [None if x is None else x.float() for x in matrices]
     load()
     o, final, *_ = torch.ops.halflife.triton_dplr(
         *matrices, call.decay, call.first_state(torch.float32).contiguous(), call.packing.cu_seqlens,

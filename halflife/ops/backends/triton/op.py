@@ -127,7 +127,7 @@ def _delta_backward(
 
 
 def _dplr(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, initial: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return dplr.forward(q, k, v, a, b, g, initial, cu_seqlens, scale, chunk_size)
@@ -135,7 +135,7 @@ def _dplr(
 
 def _dplr_backward(
     do: Tensor, dfinal: Tensor, entering: Tensor, transition: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
-    b: Tensor, g: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    b: Tensor | None, g: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     rest = (entering, transition, cu_seqlens, scale, chunk_size, do, dfinal)
     return _present(*dplr.backward(q, k, v, a, b, g, initial, *rest))
