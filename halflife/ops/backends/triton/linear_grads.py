@@ -213,9 +213,6 @@ def grads_kernel(
             dks += through
         if gain is not None:
             tl.store(dgain + part * H * TOKENS + (token + cc) * H + h, of_gain, mask=inside)
-        qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
-        dks = dot(dscores.to(qs.dtype), qs, dks, PRECISION)
-        store(dk + (token * H + h) * K, dks, cc, kk, inside, H * K, K, BK)
         if MODE != 0 and LATE:
             passed, met, stayed = passing(
                 keys_at, values_at, at, H * TOKENS, factors_at, states, fast, slow, cc, kk, vv, token, segment, h,
@@ -236,6 +233,9 @@ def grads_kernel(
                     tl.store(numbers + 2 * H * TOKENS, left_slowly, mask=inside)
                     tl.store(numbers + 3 * H * TOKENS, across, mask=inside)
                     tl.store(numbers + 4 * H * TOKENS, gone, mask=inside)
+        qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
+        dks = dot(dscores.to(qs.dtype), qs, dks, PRECISION)
+        store(dk + (token * H + h) * K, dks, cc, kk, inside, H * K, K, BK)
         weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
         weight *= scale
         weight_slow *= scale

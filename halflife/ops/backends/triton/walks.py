@@ -129,6 +129,9 @@ def walk_kernel(
         index = count - 1 - step if BACK else step
         inside = cc < tokens - index * C
         token = first + index * C
+        keys_at = k + token * KT + (h // SK) * KH
+        if PRECISION == "ieee":
+            ks = load(keys_at, cc, kk, inside, KT, K, BK)
         at = token if MODE == 0 else sums + h * TOKENS + token
         size = tl.minimum(C, tokens - index * C)
         if states is not None:
@@ -157,7 +160,9 @@ def walk_kernel(
                     tl.store(here + H * TOKENS, tl.sum(read * queries, 1), mask=inside)
                 o += read
         vs = load(v + token * VT + (h // SV) * VH, cc, vv, inside, VT, V, BV)
-        ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
+        # Keys hold registers until they are multiplied, so they are loaded here, and by small chunks again below.
+        if PRECISION != "ieee":
+            ks = load(keys_at, cc, kk, inside, KT, K, BK)
         if out is not None:
             scores = dot(qs, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
             scores *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE, BACK) * scale
@@ -178,8 +183,8 @@ def walk_kernel(
                 factor = factors(gain, token, cc, inside, h, H)
                 left *= factor
                 left_slow *= factor
-        if C < 64:  # larger ones are operands of wgmma in shared memory, others hold registers
-            ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
+        if C < 64 and PRECISION != "ieee":
+            ks = load(keys_at, cc, kk, inside, KT, K, BK)
         written = tl.trans(ks)
         if MODE == 2:
             if BACK:
