@@ -135,8 +135,8 @@ _VALUE = re.compile(r"%\w+(?:#\d+)?")
 def roles(text: str) -> dict[str, set[str]]:
     """Argument → which of "load" and "store" the kernel does with it, from Triton's first intermediate code."""
     head = next(line for line in text.splitlines() if "tt.func public" in line)
-    root = {name: name for name in _ARGUMENT.findall(head)}
-    found: dict[str, set[str]] = {name.removeprefix("%"): set() for name in root}
+    root = {name: {name.removeprefix("%")} for name in _ARGUMENT.findall(head)}
+    found: dict[str, set[str]] = {name: set() for names in root.values() for name in names}
     for line in text.splitlines():
         for carried, start in re.findall(r"(%\w+) = (%\w+(?:#\d+)?)[,)]", line.partition("iter_args(")[2]):
             if start in root:
@@ -144,24 +144,24 @@ def roles(text: str) -> dict[str, set[str]]:
         made = _MADE.match(line)
         operation = made[2] if made else line.split()[0] if line.strip() else ""
         values = _VALUE.findall(made[3] if made else line)
-        if not values or values[0] not in root:
-            continue
-        where = root[values[0]]
+        values = values[1:] if operation == "arith.select" else values[:1]
+        where = {name for value in values for name in root.get(value, ())}
         if operation in ("tt.load", "tt.store") or operation.startswith("tt.atomic"):
-            found[where.removeprefix("%")] |= {"load", "store"} if "atomic" in operation else {operation[3:]}
-        elif made and "!tt.ptr" in line:
+            for name in where:
+                found[name] |= {"load", "store"} if "atomic" in operation else {operation[3:]}
+        elif where and made and "!tt.ptr" in line:
             root[made[1]] = where
     return found
 
 
 def moved(launch: Launch, does: dict[str, set[str]]) -> int:
     """The bytes of a launch: each tensor that it loads, once, and each that it stores, once."""
-    passed: dict[tuple[str, int], int] = {}
+    passed: dict[tuple[str, int, int], int] = {}
     for name, kinds in does.items():
         tensor = launch.arguments.get(name)
         for kind in kinds:
             if isinstance(tensor, Tensor):
-                passed[kind, id(tensor)] = unique_bytes(tensor)
+                passed[kind, tensor.untyped_storage()._cdata, tensor.storage_offset()] = unique_bytes(tensor)
     return sum(passed.values())
 
 

@@ -38,37 +38,67 @@ def step(parts: tuple[str, ...], key: int, value: int, batch: int = 1, heads: in
     return found
 
 
-def layer(parts: tuple[str, ...], key: int, value: int, heads: int = 16, groups: int = 16) -> list[Launch]:
+def layer(
+    parts: tuple[str, ...], key: int, value: int, heads: int = 16, groups: int = 16, rank: int = 0
+) -> list[Launch]:  # fmt: skip
     """The launch for one token from the projection of a layer to what it reads, in bfloat16."""
     from halflife.ops.backends.triton.passes.token import _token
 
+    def narrow(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.bfloat16)
+
     channels = 2 * groups * key + heads * value
-    x, weight, vector = meta(1, 1, channels, dtype=torch.bfloat16), meta(channels, 4), meta(1, 1, heads)
-    gate, state = vector.bfloat16(), meta(1, heads, key, value)
-    slow, delta, skip = ("g_slow" in parts), ("beta" in parts), ("skip" in parts)
+    state, of_head, delta = meta(1, heads, key, value), meta(heads), "beta" in parts
+    skip, slow, convolved = ("skip" in parts), ("g_slow" in parts), not rank or delta
+    taps = [meta(channels, 4), *[meta(channels)] * skip] if convolved else []
+    gate = [narrow(1, 1, heads), meta(heads, 4), of_head, of_head, meta(1, heads, 3)] if slow else []
+    of_g = narrow(1, 1, rank or heads), [narrow(heads * key, rank)] if rank else []
+    spectrum = [[meta(1), of_head[1:]], 7.6] if "post" in parts else [[], 1.0]
+    vector = meta(heads, key) if rank else of_head
+    law = vector, None if "post" in parts else vector, None, meta(1, dtype=torch.long) if "post" in parts else None
     found: list[Launch] = []
     with offline_kernels.captured(found):
         _token(
-            x, weight, weight[:, 0] if skip else None, meta(1, channels, 3, dtype=torch.bfloat16), gate,
-            vector if slow else None, gate if delta else None, None, meta(heads) if skip else None,
-            state, state.clone() if slow else None, [0, groups * key, 2 * groups * key], groups, delta, 1.0, 1.0,
-            torch.bfloat16, meta(heads), meta(heads), None, None, "softplus", gains=skip,
+            narrow(1, 1, channels), taps, narrow(1, channels, 3) if convolved else None, *of_g, None, gate,
+            narrow(1, 1, heads) if delta else None, None, of_head if skip else None, state,
+            state.clone() if slow else None, [0, groups * key, 2 * groups * key], groups, convolved, delta, 1.0, 1.0,
+            torch.bfloat16, *spectrum, *law, "softplus", gains=skip,
         )  # fmt: skip
     return found
 
 
 def maps() -> dict[str, list[Launch]]:
-    """The launches of maps with the norm before them, in bfloat16."""
+    """The launches of maps with what stands before them, in bfloat16."""
     from halflife.ops.backends.triton.passes.maps import _map
 
-    narrow, found = torch.bfloat16, {}
-    x, inner = (meta(1, 1, size, dtype=narrow) for size in (1024, 2048))
-    up, out = (meta(*shape, dtype=narrow) for shape in ((2752, 1024), (1024, 2048)))
-    for name, given in (
-        ("swiglu of a sum", (x, x, None, x[0, 0], up, up)), ("gated norm", (inner, None, inner, inner[0, 0], out, None))
-    ):  # fmt: skip
+    def narrow(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.bfloat16)
+
+    x, inner, wide = (narrow(1, 1, size) for size in (1024, 2048, 2752))
+    of_x, found = [narrow(rows, 1024) for rows in (3072, 16, 16, 1024)], {}
+    for name, given in {
+        "maps of a sum": (x, x, None, x[0, 0], of_x, "none", 1, 1e-5, True),
+        "gated norm": (inner, None, inner, inner[0, 0], [narrow(1024, 2048)], "silu_before", 1, 1e-5, False),
+        "gated norm of heads": (x, None, x, x[0, 0, :64], of_x[-1:], "silu_after", 16, 1e-5, False),
+        "swiglu": (wide, None, wide, None, [narrow(1024, 2752)], "silu_before", 1, 0.0, False),
+    }.items():
         with offline_kernels.captured(found.setdefault(f"token, {name}", [])):
-            _map(*given, 1, 1e-5)
+            _map(*given)
+    return found
+
+
+def attention() -> dict[str, list[Launch]]:
+    """The launches of softmax attention of a token to a cache, in bfloat16."""
+    from halflife.ops.backends.triton.passes.attend import _attend
+
+    found: dict[str, list[Launch]] = {}
+    for heads, groups, size in ((16, 16, 64), (32, 8, 128)):
+        q, k, cache = (
+            meta(*shape, size, dtype=torch.bfloat16) for shape in ((1, 1, heads), (1, 1, groups), (1, 8191, groups))
+        )
+        angle, seen = meta(1, 1, size // 2), meta(1, dtype=torch.long)
+        with offline_kernels.captured(found.setdefault(f"token, attention, {heads} and {groups} × {size}", [])):
+            _attend(q, k, k.clone(), angle, angle.clone(), cache, cache.clone(), seen, 0.1)
     return found
 
 
@@ -77,6 +107,9 @@ def launches() -> dict[str, list[Launch]]:
     layers = {
         "layer of mamba2": layer(("skip",), 128, 64, 32, 1),
         "layer of mamba2, gate_rank": layer(("skip", "g_slow"), 128, 64, 32, 1),
+        "layer of mamba2, post, gate_rank": layer(("skip", "g_slow", "post"), 128, 64, 32, 1),
+        "layer of gla": layer((), 128, 256, 4, 4, 16),
+        "layer of kda": layer(("beta",), 64, 64, rank=64),
         "layer of gated_deltanet": layer(("beta",), 64, 64),
         "layer of gated_deltanet, gate_rank": layer(("beta", "g_slow"), 128, 128),
     }
@@ -85,7 +118,7 @@ def launches() -> dict[str, list[Launch]]:
         for name, parts in FORMS.items()
         for key, value in SIZES
     }
-    return steps | layers | maps() | decays()
+    return steps | layers | maps() | attention() | decays()
 
 
 def decays() -> dict[str, list[Launch]]:

@@ -15,7 +15,7 @@ from pairwise import crossed, slow_beyond
 
 from halflife import LanguageModel, ops, preset
 from halflife.layers import mlp as mlp_module
-from halflife.layers.mamba2 import Mamba2
+from halflife.layers import parts as parts_module
 from halflife.layers.mlp import SwiGLU
 from halflife.layers.parts import RMSNorm
 from halflife.ops import recurrent
@@ -23,12 +23,14 @@ from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.spec import OPS
 from halflife.packing import Packing
+from halflife.position.rope import rotate
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends.triton import laws, run_step, step
-from halflife.ops.backends.triton.passes import maps, token
+from halflife.ops.backends.triton.launch import launch
+from halflife.ops.backends.triton.passes import attend, maps, token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = [
@@ -111,20 +113,9 @@ def test_grids_of_many_rows_are_within_cudas_limits(monkeypatch):
         monkeypatch.setattr(module, "launch", lambda kernel, grid: grids.append(grid) or (lambda *_, **__: None))
     x, state = (torch.empty(35_000, rows, 2, 16, device="meta") for rows in (1, 2))
     step._step(x, x, x, *[None] * 7, 1.0)
-    taps = torch.empty(96, 4, device="meta"), None, torch.empty(35_000, 96, 3, device="meta")
-    token._token(
-        torch.empty(35_000, 1, 96, device="meta"),
-        *taps,
-        *[None] * 5,
-        state,
-        None,
-        [0, 32, 64],
-        2,
-        True,
-        1.0,
-        1.0,
-        x.dtype,
-    )
+    taps = [torch.empty(96, 4, device="meta")], torch.empty(35_000, 96, 3, device="meta")
+    given = *taps, None, [], None, [], None, None, None, state, None, [0, 32, 64], 2, True, True, 1.0, 1.0, x.dtype
+    token._token(torch.empty(35_000, 1, 96, device="meta"), *given, [], 1.0)
     laws._log_decay(torch.empty(1, 5_000_000, 64, device="meta"), *[None] * 4, "softplus", 1.0, 0.0, None, False)
     assert len(grids) == 3
     assert max(grid[0] for grid in grids) > max(size for grid in grids for size in grid[1:])
@@ -219,25 +210,24 @@ def test_models_decode_as_on_a_gpu(name, monkeypatch):
 LAYERS = {
     "mamba2": {"num_groups": 2, "state_size": 24, "head_dim": 40},
     "mamba2+post+gate_rank": {"num_groups": 1, "state_size": 24},
-    "gated_deltanet": {},
     "gated_deltanet+gate_rank": {"num_key_heads": 2, "allow_neg_eigval": True},
-}
+    "gla": {"value_dim": 20},
+    "mamba2+gate_rank": {"gate_rank": {"gates": "layer", "conv_size": 1, "reset_rate": 0.6}},
+    "gated_deltanet": {"gate_rank": {"bias": "before", "reset_rate": 0.5}},
+    "kda": {"num_key_heads": 2, "decay_rank": 20},
+    "simple+post": {},
+    "tnl": {"decay_options": {"trained_rates": True}},
+    "retnet+post": {"position": "none", "gate": "none"},
+    "gla+post": {"decay_rank": 0, "gate": "sigmoid"},
+    "deltanet": {"gate": "low_rank_sigmoid"},
+}  # fmt: skip
 
 
 def token_by_kernel(layer, x, state):
     """What `layer` does on a GPU with one token of each sequence."""
     packing = Packing(*x.shape[:2])
-    position = packing.positions(state["position"], x.device)
-    if isinstance(layer, Mamba2):
-        z, xbc, f = layer.in_proj(x).split(layer.splits, -1)
-        y, new = layer._token(x, xbc, f, position, state, packing)
-        return layer._mapped(y.flatten(-2), z), new
-    assert layer.one_kernel
-    o, new = layer.decay(
-        layer.decay_input(x), position=position, parts=True,
-        then=lambda parts: layer._token(x, layer.qkv_proj(x), parts.g, state, packing),
-    )  # fmt: skip
-    return layer.out_proj(layer.gate(o, x)), new
+    assert layer.decodes(x, state, packing)
+    return layer.mix(x, state, packing, None)
 
 
 @torch.no_grad()
@@ -247,15 +237,19 @@ def test_a_token_of_a_layer(name, dtype, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
     config = preset(name, hidden_size=64, num_layers=1, num_heads=4, mixer_options=LAYERS[name])
+    asked = []
+    monkeypatch.setattr(token, "launch", lambda kernel, grid: asked.append(kernel) or launch(kernel, grid))
     exact = LanguageModel(config).blocks[0].mixer.bfloat16().double().eval()
     layer = copy.deepcopy(exact).to(dtype).to(DEVICE)
     x = torch.randn(2, 8, 64).bfloat16().double()
     _, state = exact(x[:, :7])
     state["position"] += torch.tensor([0, 900])
-    state["conv"] = state["conv"].to(dtype).double()
+    if "conv" in state:
+        state["conv"] = state["conv"].to(dtype).double()
     given = {key: part.to(DEVICE, part.dtype if key == "position" else torch.float32) for key, part in state.items()}
-    given["conv"] = given["conv"].to(dtype)
+    given |= {"conv": given["conv"].to(dtype)} if "conv" in given else {}
     (y, new), (want, after) = token_by_kernel(layer, x[:, 7:].to(DEVICE, dtype), given), exact(x[:, 7:], state)
+    assert len(asked) == 1
     assert list(new) == [key for key in after if key != "position"]
     got = {"y": y, **new}
     wanted = {"y": want, **{key: after[key] for key in new}}
@@ -263,67 +257,149 @@ def test_a_token_of_a_layer(name, dtype, monkeypatch):
     assert max(errors.values()) < 4 * WORST[dtype], errors
 
 
-def exact_map(x, norm, eps, weight, other=None, *, branch=None, gate=None, groups=1):
+@crossed(
+    strength=1, dtype=[torch.float32, torch.bfloat16], heads=[(4, 4), (6, 2), (3, 1)], size=[8, 24, 7],
+    held=[1, 15, 16, 70], parts=[1, 64], rows=[1, 3],
+)  # fmt: skip
+def test_attention_of_a_token(dtype, heads, size, held, parts, rows, monkeypatch):
+    """Of sequences that have filled their caches differently, whose other slots hold anything."""
+    monkeypatch.setattr(attend, "PARTS", parts)
+    draw = generator(f"{heads}, {size}, {held}")
+    (queries, keys), angle = heads, torch.randn(rows, 1, size // 2, generator=draw)
+    q, k, v = (torch.randn(rows, 2, n, 2 * size, generator=draw)[:, 1:, :, :size] for n in (queries, keys, keys))
+    cache = torch.randn(2, rows, held, keys, size, generator=draw)
+    given = [x.to(dtype) for x in (q, k, v, *cache)]
+    seen = torch.tensor([held, held // 2, 0])[:rows]
+    angles = None if size % 2 else (angle.cos(), angle.sin())
+    moved = [x.to(DEVICE) for x in given]
+    on_device = None if angles is None else tuple(x.to(DEVICE) for x in angles)
+    found = recurrent.attention_of_token(*moved[:3], on_device, *moved[3:], seen.to(DEVICE))
+    q, k, v, *cache = (x.double() for x in given)
+    if angles is not None:
+        q, k = (rotate(x, angle.double().unsqueeze(-2)).to(dtype).double() for x in (q, k))
+    wanted = [F.pad(x, (0, 0, 0, 0, 0, 1)) for x in cache]
+    for x, new in zip(wanted, (k, v), strict=True):
+        x[torch.arange(rows), seen] = new[:, 0]
+    mask = (torch.arange(held + 1) <= seen[:, None])[:, None, None]
+    sides = (x.transpose(1, 2).repeat_interleave(queries // keys, 1) for x in wanted)
+    want = F.scaled_dot_product_attention(q.transpose(1, 2), *sides, attn_mask=mask).transpose(1, 2)
+    for got, exactly in zip(found, (want, *wanted), strict=True):
+        assert got.dtype == dtype
+        assert_close(got.cpu(), exactly, 4 * WORST[dtype])
+
+
+def exact_map(x, norm, eps, weights, *, branch=None, gate=None, kind="none", groups=1, keeps=False):
     a = x if branch is None else x + branch
-    a = a if gate is None else a * F.silu(gate)
-    n = F.rms_norm(a.unflatten(-1, (groups, -1)), [a.shape[-1] // groups], eps=eps).flatten(-2) * norm
-    y = n @ weight.T if other is None else F.silu(n @ weight.T) * (n @ other.T)
-    return [y, *([] if branch is None else [a])]
+    f = 1.0 if gate is None else (gate * gate.sigmoid() if kind.startswith("silu") else gate.sigmoid())
+    a, after = (a * f, 1.0) if kind.endswith("before") else (a, f)
+    n = a * after
+    if norm is not None:
+        size = a.shape[-1] // groups
+        n = F.rms_norm(a.unflatten(-1, (groups, size)), [size], eps=eps).flatten(-2) * after
+        n = n * norm.repeat(a.shape[-1] // len(norm))
+    y = torch.cat([n @ weight.T for weight in weights], -1)
+    return [y, *([] if branch is None else [a]), *([n] if keeps else [])]
 
 
 @crossed(
-    strength=1, form=["sum and swiglu", "sum", "gate", "groups"], dtype=[torch.float32, torch.bfloat16, torch.float16],
-    columns=[16, 512], batch=[1, 3],
+    strength=1, form=["sum", "norm", "none", "silu_before", "sigmoid_before", "silu_after", "sigmoid_after"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16], columns=[16, 64, 512], batch=[1, 3],
+    groups=[1, 2, 5], sizes=[(13,), (8, 1), (3, 17, 8, 1, 9)],
 )  # fmt: skip
-def test_a_map_with_the_norm_before_it(form, dtype, columns, batch, monkeypatch):
-    """Of tokens that are parts of wider tensors; blocks of channels and of rows are partly empty."""
+def test_maps_with_the_norm_before_them(form, dtype, columns, batch, groups, sizes, monkeypatch):
+    """Of tokens that are parts of wider tensors; blocks of channels, of groups and of rows are partly empty."""
     monkeypatch.setattr(maps, "COLUMNS", columns)
-    draw = generator(form)
+    draw = generator(f"{form}, {groups}")
 
     def randn(*shape):
         return torch.randn(*shape, generator=draw).to(DEVICE, dtype)
 
-    given = {"x": randn(batch, 1, 80)[..., ::2], "norm": randn(40), "weight": randn(13, 40) / 6, "eps": 1e-3}
-    if "sum" in form:
-        given["branch"] = randn(batch, 2, 60)[:, :1, 10:50]
-    if "swiglu" in form:
-        given["other"] = randn(13, 40) / 6
-    if form in ("gate", "groups"):
-        given |= {"gate": randn(batch, 1, 80)[..., 40:], "groups": 2 if form == "groups" else 1}
+    given = {"x": randn(batch, 1, 80)[..., ::2], "norm": randn(40), "eps": 1e-3, "groups": groups}
+    given["weights"] = [randn(size, 40) / 6 for size in sizes]
+    if form == "sum":
+        given |= {"branch": randn(batch, 2, 60)[:, :1, 10:50], "keeps": True, "groups": 1}
+    elif form == "norm":
+        given["norm"] = randn(40 // groups)
+    elif form == "none":  # SwiGLU and its map
+        given |= {"norm": None, "gate": randn(batch, 1, 40), "kind": "silu_before"}
+    else:
+        given |= {"gate": randn(batch, 1, 80)[..., 40:], "kind": form}
     wide = {name: x.double().cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    got, want = recurrent.map_of_norm(**given), exact_map(**wide)
+    wide["weights"] = [x.double().cpu() for x in given["weights"]]
+    got, want = recurrent.maps_of_norm(**given), exact_map(**wide)
     assert {x.dtype for x in got} == {dtype}
     for x, y in zip(got, want, strict=True):
         assert_close(x.cpu(), y, 4 * WORST[dtype])
 
 
 @torch.no_grad()
-def test_swiglu_of_a_token_is_two_kernels(monkeypatch):
-    """The sum, the norm and the first maps of up to four sequences; else, or if somebody looks, each runs alone."""
+def test_where_a_kernel_takes_maps(monkeypatch):
+    """Of up to four tokens, with the norm before them; else, or if somebody looks, each runs alone."""
     torch.manual_seed(0)
     mlp, norm = SwiGLU(32, 48).to(DEVICE), RMSNorm(32, eps=1e-5).to(DEVICE)
     monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
     taken = []
-    given = recurrent.map_of_norm
-    monkeypatch.setattr(mlp_module, "map_of_norm", lambda *a, **o: taken.append(1) or given(*a, **o))
-    sizes = {(1, 1): True, (4, 1): True, (5, 1): False, (1, 2): False}
-    for (batch, length), by_kernel in sizes.items():
-        x, y = torch.randn(2, batch, length, 32, device=DEVICE)
-        got = mlp.of_sum(x, y, norm)
-        assert bool(taken) == by_kernel
+    given = recurrent.maps_of_norm
+    for module in (mlp_module, parts_module):
+        monkeypatch.setattr(module, "maps_of_norm", lambda *a, **o: taken.append(1) or given(*a, **o))
+
+    def run(x, y):
         taken.clear()
-        want = x.double() + y.double(), mlp.double()(norm.double()(x.double() + y.double()))
+        total, n, known = parts_module.normed(norm, x, y, mlp)
+        with known:
+            return {"sum": total, "norm": n, "mlp": mlp(n)}, len(taken)
+
+    sizes = {(1, 1): 2, (4, 1): 2, (5, 1): 0, (1, 2): 0}
+    for (batch, length), kernels in sizes.items():
+        x, y = torch.randn(2, batch, length, 32, device=DEVICE)
+        got, count = run(x, y)
+        assert count == kernels
+        n = norm.double()(x.double() + y.double())
+        want = {"sum": x.double() + y.double(), "norm": n, "mlp": mlp.double()(n)}
         mlp.float(), norm.float()
-        assert_close(dict(zip("xy", got, strict=True)), dict(zip("xy", want, strict=True)), 4 * WORST[torch.float32])
+        assert_close(got, want, 4 * WORST[torch.float32])
     x, y = torch.randn(2, 1, 1, 32, device=DEVICE)
-    for module in (mlp, mlp.gate, norm):
+    for module, kernels in ((norm, 1), (mlp.up, 2), (mlp.down, 1)):
         with module.register_forward_hook(lambda *_: None):
-            mlp.of_sum(x, y, norm)
+            assert run(x, y)[1] == kernels
     with torch.enable_grad():
-        mlp.of_sum(x, y, norm)
+        assert run(x, y)[1] == 0
+    _, n, known = parts_module.normed(norm, x, y, mlp)
+    with known:
+        assert mlp.gate(n) is mlp.gate(n)
+        assert_close(mlp.gate(y), F.linear(y, mlp.gate.weight), 1e-6)  # of another input
+        assert "forward" in vars(mlp.gate)
+    assert "forward" not in vars(mlp.gate)
     mlp.pass_backend = "chunked"
-    mlp.of_sum(x, y, norm)
-    assert not taken
+    assert run(x, y)[1] == 0
+
+
+DECODED = {
+    "mamba2+post+gate_rank": (1, 4), "gated_deltanet": (2,), "gla": (3,), "llama": (1,), "simple": (1,), "kda": (1,),
+    "comba": (1,), "mesa": (1,), "mamba2+ska": (1,), "rwkv7": (1,), "hgrn2": (2,), "retnet": (2,),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", slow_beyond([*DECODED][:1], [*DECODED]))
+def test_models_decode_by_kernels(name, monkeypatch):
+    """Whole models whose layers take the way of a GPU."""
+    torch.manual_seed(0)
+    model = LanguageModel(preset(name, hidden_size=32, num_layers=2, vocab_size=16, num_heads=2)).to(DEVICE).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    for batch in DECODED[name]:
+        ids = torch.randint(16, (batch, 7), device=DEVICE)
+        want, (_, state) = model(ids)[0][:, 4:], model(ids[:, :4])
+        got = []
+        with monkeypatch.context() as patched:
+            patched.setattr(recurrent, "runs_kernels", lambda device: True)
+            for t in range(4, 7):
+                logits, state = model(ids[:, t : t + 1], state)
+                got.append(logits)
+        assert_close(torch.cat(got, 1), want, 2e-5)
+        for after, whole in zip(state, model(ids)[1], strict=True):
+            assert_close(after, whole, 2e-5)
 
 
 def test_where_a_kernel_takes_tokens(monkeypatch):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.ops.laws import Law, Unevaluated, log_decay, log_stretch
+from halflife.ops.laws import Law, Product, Spectrum, Unevaluated, log_decay, log_stretch
 from halflife.packing import Packing
 from halflife.precision import Float32Module
 from halflife.registry import Registry, check_options, constructor_parameters
@@ -95,21 +96,23 @@ class Decay(Float32Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "log_decay" in vars(cls) and "law" not in vars(cls):
-            cls.law = Decay.law  # what `log_decay` computes takes the place of an inherited law
+        for name in ("law", "law_of_token"):
+            if "log_decay" in vars(cls) and name not in vars(cls):  # which takes the place of an inherited law
+                setattr(cls, name, getattr(Decay, name))
 
     def reset_parameters(self) -> None:
         """Draw the parameters from the initial distribution of the strategy. Each call gives a new draw."""
 
     def forward(
-        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
-        parts: bool = False, with_step: bool = True, taper: Tensor | None = None, offset: Tensor | None = None,
+        self, f: Tensor | Product, *, position: Tensor | None = None, log_rate: Tensor | None = None,
+        step: Tensor | None = None, parts: bool = False, with_step: bool = True,
+        taper: Tensor | Spectrum | None = None, offset: Tensor | None = None,
         then: Callable[[DecayParts], Any] | None = None,
     ) -> Any:  # fmt: skip
         """Compute log-decays `g ≤ 0` in float32 (float64 for float64 activations).
 
         Args:
-            f: activations `[B, T, H]` or `[B, T, H, K]`; the gradient flows into them.
+            f: activations `[B, T, H]` or `[B, T, H, K]`; the gradient flows into them. With `then` also a `Product`.
             position: token positions, from 1, `[T]` or `[B, T]`. Only position-adaptive decays use them.
             log_rate: base log-rates `[H]` or `[H, K]` that replace the strategy's (PoST), or None.
             step: `step_size(f)`, if the caller has it already.
@@ -121,11 +124,14 @@ class Decay(Float32Module):
                 `ops.laws.Unevaluated` if there is a law. Its tensors may be freed after this call (FSDP).
         """
         with_step = parts and with_step and self.has_step_size
-        if step is None and (law := self.law(log_rate)) is not None:
+        law = None if step is not None else self.law(log_rate) if then is None else self.law_of_token(log_rate)
+        if then is not None and law is not None:
+            law, at = law if offset is None else law.moved(offset), None if taper is None else position
+            return then(DecayParts(Unevaluated(f, law, taper, at, self.shape), None, None))
+        if isinstance(f, Product):
+            f = F.linear(*f).unflatten(-1, self.shape)
+        if law is not None:
             self._check(f)
-            if then is not None:
-                law = law if offset is None else law.moved(offset)
-                return then(DecayParts(Unevaluated(f, law, taper, None if taper is None else position), None, None))
             options = {"taper": taper, "offset": offset, "position": position, "with_step": with_step}
             g, step = log_decay(f, law, **options)
             return DecayParts(g, step, None) if parts else g
@@ -133,7 +139,7 @@ class Decay(Float32Module):
         if step is None and with_step:
             step = self.step_size(f)
         g = self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
-        if taper is not None and position is not None:
+        if isinstance(taper, Tensor) and position is not None:
             g = g * log_stretch(position, taper, offset).exp().to(g.dtype)
         found = DecayParts(g, step, None)
         return then(found) if then is not None else found if parts else g
@@ -155,6 +161,10 @@ class Decay(Float32Module):
             log_rate: base log-rates in the place of the strategy's, or None.
         """
         return None
+
+    def law_of_token(self, log_rate: Tensor | None) -> Law | None:
+        """The law of a single token, which may have the shape "constant", φ = 1, for a kernel that knows it."""
+        return self.law(log_rate)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         """The law: `g` from float32 activations and base log-rates. None means the strategy's parameters.
@@ -238,6 +248,9 @@ class ConstantDecay(Decay):
     def rates(self) -> Tensor:
         """The fixed, or the initial rates −log λ, `[H]`."""
         raise NotImplementedError
+
+    def law_of_token(self, log_rate: Tensor | None) -> Law:
+        return Law("constant", rate=self.log_rate if log_rate is None else log_rate)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         rate: Tensor = self.log_rate if log_rate is None else log_rate

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halflife.decay.base import ROUNDED, Decay, DecayParts
 from halflife.decay.minimax import FASTEST_RATE, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
-from halflife.ops.laws import log_stretch, ordered_spectrum, tapers
+from halflife.ops.laws import Product, Spectrum, log_stretch, ordered_spectrum, tapers
 from halflife.packing import Packing
 from halflife.precision import inverse_softplus, inverse_softplus_of
 
@@ -146,11 +146,16 @@ class PoST(Decay):
         return self.decay.log_decay(f, self.base().view(self.base_shape))
 
     def forward(
-        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
-        parts: bool = False, with_step: bool = True, then: Callable[[DecayParts], Any] | None = None,
+        self, f: Tensor | Product, *, position: Tensor | None = None, log_rate: Tensor | None = None,
+        step: Tensor | None = None, parts: bool = False, with_step: bool = True,
+        then: Callable[[DecayParts], Any] | None = None,
     ) -> Any:  # fmt: skip
         if position is None:
-            position = torch.arange(1, f.shape[1] + 1, device=f.device)
+            x = f.x if isinstance(f, Product) else f
+            position = torch.arange(1, x.shape[1] + 1, device=x.device)
+        if then is not None and self._leaves_spectrum():
+            taper, position = Spectrum(self.theta, self.delta, math.log(self.train_length)), self._limited(position)
+            return self.decay(f, position=position, log_rate=self.theta, parts=True, taper=taper, then=then)
         base, taper = self._spectrum()
         options: dict[str, Any] = {"log_rate": base.view(self.base_shape)} | ({} if then is None else {"then": then})
         if taper is not None and (self.sorts_log_rates or self.decay.has_law()):
@@ -166,6 +171,12 @@ class PoST(Decay):
             return found
         like = base if taper is None else taper
         return DecayParts(found.g, found.step, lambda: self._stretched(position, taper, like))
+
+    def _leaves_spectrum(self) -> bool:
+        """Whether the kernel of a token also computes the spectrum: of a scalar decay whose rates it is."""
+        plain = self.granularity == "scalar" and self.channels > 1 and self.theta.dtype == torch.float32
+        law = self.decay.law_of_token(self.theta) if plain and self.stretch and self.reference_length == 1 else None
+        return law is not None and law.rate is self.theta and self.sorts_log_rates
 
     def _limited(self, position: Tensor) -> Tensor:
         return position if self.last_position is None else position.clamp(max=self.last_position)

@@ -19,7 +19,8 @@ from torch.profiler import DeviceType, ProfilerActivity, profile, record_functio
 from halflife.decay import Decay
 from halflife.files import PROFILE_CSV, TRACE_JSON, write_text
 from halflife.layers import Mixer
-from halflife.layers.parts import GATES, OUTPUT_NORMS, DecayProjection, ShortConv
+from halflife.layers.design.gates import GATES
+from halflife.layers.parts import OUTPUT_NORMS, DecayProjection, ShortConv
 
 SKIPPED, PROFILED = 2, 3  # steps; the first ones allocate and compile
 NORMS = (nn.RMSNorm, nn.LayerNorm, *OUTPUT_NORMS.values(), *GATES.values())

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place
-from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, rotary
+from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, rotary, turns
+from halflife.ops.recurrent import attention_of_token, takes_attention
 from halflife.packing import Packing
 from halflife.position import check_pairs
 from halflife.registry import check_choice
@@ -43,6 +44,7 @@ class Attention(Mixer):
             window is below 1.
     """
 
+    maps_of_input = ("qkv_proj",)
     POSITIONS = ("rope", "none")
     QK_NORMS = ("none", "head", "head_plus_one", "all")
     reads_longest = True
@@ -99,6 +101,9 @@ class Attention(Mixer):
         q, k, v, *gate = self.qkv_proj(x).split(self.splits, -1)
         q, k = self._normalized(q, self.q_norm), self._normalized(k, self.k_norm)
         v = v.unflatten(-1, (-1, self.head_dim))
+        if self._decodes(q, k, v, state, packing):
+            o, cache = self._token(q, k, v, state, packing)
+            return self.out_proj(o * gate[0].sigmoid() if gate else o), cache
         if self.position == "rope":
             position = packing.positions(state.get("position"), x.device)
             q, k = self._rotated(q, k, position, packing.kept)
@@ -109,6 +114,26 @@ class Attention(Mixer):
             o, cache = self._with_cache(q, tokens, state, packing)
         o = o.flatten(-2)
         return self.out_proj(o * gate[0].sigmoid() if gate else o), cache
+
+    def _decodes(self, q: Tensor, k: Tensor, v: Tensor, state: State, packing: Packing) -> bool:
+        """Whether kernels take one token of each sequence with its rotation, its place in the cache and what it reads.
+
+        They have one form of attention, and caches that grow.
+        """
+        one = bool(state) and packing.length == 1 and packing.cu_seqlens is None
+        plain = type(self).attend is Attention.attend and type(self).cached is Attention.cached
+        grows = self.window is None and self.max_length is None and self.pass_backend == "auto"
+        whole = self.position == "none" or self.rotated == self.head_dim
+        return one and plain and grows and whole and takes_attention(q, k, v, state["keys"], state["values"])
+
+    def _token(self, q: Tensor, k: Tensor, v: Tensor, state: State, packing: Packing) -> tuple[Tensor, State]:
+        """The outputs `[N, 1, H · K]` of one token of each sequence, and the new cache."""
+        angles = None
+        if self.position == "rope":
+            position = packing.positions(state["position"], q.device)
+            angles = turns(q, position, self.rope_base, packing.kept)
+        o, keys, values = attention_of_token(q, k, v, angles, state["keys"], state["values"], state["position"])
+        return o.flatten(-2), {"keys": keys, "values": values}
 
     def _normalized(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """`[B, T, H·K]` → `[B, T, H, K]` with the norm over each head or over all."""

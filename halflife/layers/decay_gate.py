@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from halflife.decay import Decay, DecayParts
 from halflife.layers.mixer import Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place
-from halflife.layers.parts import DecayProjection
+from halflife.layers.parts import DecayProjection, is_watched
 from halflife.packing import Packing
 
 
@@ -27,12 +29,13 @@ class DecayGate(Mixer):
         if self.decay is not None and self.decay.data_dependent:
             self.decay_proj = DecayProjection(place.hidden_size, self.decay.shape, rank, bias)
 
-    def decay_input(self, x: Tensor) -> Tensor:
-        """The activation f of the decay, `[B, T, H]` or `[B, T, H, K]`."""
+    def decay_input(self, x: Tensor, token: bool = False) -> Any:
+        """The activation f of the decay, `[B, T, H]` or `[B, T, H, K]`; of a `token` it may be a `Product`."""
         assert self.decay is not None
-        if self.decay_proj is None:
-            return x.new_zeros(()).expand(*x.shape[:2], *self.decay.shape)
-        return self.decay_proj(x)
+        if self.decay_proj is None:  # only its shape counts
+            number = x[:, :, 0].view(*x.shape[:2], *[1] * len(self.decay.shape)) if token else x.new_zeros(())
+            return number.expand(*x.shape[:2], *self.decay.shape)
+        return self.decay_proj.product(x) if token and not is_watched(self.decay_proj) else self.decay_proj(x)
 
     def log_decays(
         self, f: Tensor, position: Tensor, state: State, packing: Packing, shared: Shared | None = None, *,

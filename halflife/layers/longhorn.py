@@ -58,6 +58,7 @@ class Longhorn(Mixer):
         ValueError: the number of heads does not divide the inner width, or `step` is unknown.
     """
 
+    maps_of_input = ("in_proj",)
     STEPS = ("head", "channel")
     initial: ClassVar[dict[str, Law]] = {"step_proj": zero_bias}
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from halflife.decay import DecayParts
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, is_watched, pass_features
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay, check_gain
-from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv
+from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv, map_of_gated
 from halflife.ops.linear import weight_of
-from halflife.ops.recurrent import map_of_norm, takes_map
 from halflife.packing import Packing
 from halflife.precision import Float32Module
 from halflife.registry import check_choice
@@ -79,6 +78,8 @@ class Mamba2(HasMemory, Mixer):
             `stretch_gain` is given without PoST.
     """
 
+    maps_of_input = ("in_proj", "gate_rank.proj")
+
     def __init__(
         self,
         place: Place,
@@ -122,9 +123,9 @@ class Mamba2(HasMemory, Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         z, xbc, f = self.in_proj(x).split(self.splits, -1)
-        if not x.is_cpu and not self.share_features and self.decodes(xbc, state, packing):
+        if not self.share_features and self.decodes(xbc, state, packing):
             y, new = self._token(x, xbc, f, position, state, packing)
-            return self._mapped(y.flatten(-2), z), new
+            return map_of_gated(self.norm, y.flatten(-2), z, self.out_proj), new
         xbc, conv = self.conv(xbc, state.get("conv"), packing)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
@@ -143,14 +144,6 @@ class Mamba2(HasMemory, Mixer):
         norm = partial(self.norm, z=z) if weight is None else partial(self.norm, z=z, weight=weight)
         y = self.skip(y.flatten(-2), values.flatten(-2), norm)
         return y if weight is not None else self.out_proj(y), {"conv": conv, **memory}
-
-    def _mapped(self, y: Tensor, z: Tensor) -> Tensor:
-        """The output map of the norm of one token of each sequence, `y, z [B, 1, D]`."""
-        norm, weight = self.norm, weight_of(self.out_proj)
-        plain = type(norm) is GatedRMSNorm and not is_watched(norm)
-        if plain and weight is not None and takes_map(y, z, norm.weight, weight):
-            return map_of_norm(y, norm.weight, norm.eps, weight, gate=z, groups=norm.groups)[0]
-        return self.out_proj(norm(y, z))
 
     def _token(
         self, x: Tensor, xbc: Tensor, f: Tensor, position: Tensor, state: State, packing: Packing

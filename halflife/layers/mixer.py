@@ -77,6 +77,7 @@ class Mixer(nn.Module):
     reads_action_mask = False  # whether it uses `shared["action_mask"]`
     reads_longest = False  # whether its sizes depend on the longest of packed sequences
     loops_over_length = False  # whether a compiled graph of it is one of a single length
+    maps_of_input: tuple[str, ...] = ()  # names of linear maps that read x, which for a token are one kernel
     reads_in_pieces = True  # whether a sequence in pieces has the outputs that it has as a whole
     chunk_size: int
     backend: str
@@ -161,11 +162,6 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     check_options(f"layer {name}", layer, options)
     built = construct(layer, layer.complete({"hidden_size": hidden_size, **options}))
     return set_backend(built, options.get("backend", "auto"))
-
-
-def is_watched(*modules: nn.Module) -> bool:
-    """Whether hooks or another `forward` see what modules give: those of FSDP2, of accelerate, of a user."""
-    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in modules)
 
 
 def pass_features(shared: Shared | None, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.mixer import is_watched
-from halflife.layers.parts import RMSNorm
 from halflife.ops.fused import swiglu, swiglu_linear
 from halflife.ops.linear import weight_of
-from halflife.ops.recurrent import map_of_norm, takes_map
+from halflife.ops.recurrent import maps_of_norm, takes_map
 from halflife.precision import Float32Module
 
 
@@ -80,6 +78,8 @@ class KoopmanMLP(nn.Module):
         ValueError: the width is odd.
     """
 
+    maps_of_input = ("lift", "gate")  # see `Mixer`
+
     def __init__(
         self, hidden_size: int, intermediate_size: int | None = None, *, gated: bool = False, clamped: bool = False
     ) -> None:
@@ -110,6 +110,7 @@ class SwiGLU(nn.Module):
     """
 
     pass_backend = "auto"  # see `parts.set_backend`
+    maps_of_input = ("gate", "up")  # see `Mixer`
 
     def __init__(self, hidden_size: int, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -118,20 +119,11 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(hidden_size, width, bias=False)
         self.down = nn.Linear(width, hidden_size, bias=False)
 
-    def of_sum(self, x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """`x + y`, and the MLP of the `norm` of this sum, whose norm and first maps are one kernel for a token."""
-        gate, up = weight_of(self.gate), weight_of(self.up)
-        plain = self.pass_backend == "auto" and not is_watched(self, norm)
-        if plain and type(norm) is RMSNorm and gate is not None and takes_map(x, y, norm.weight, gate, up):
-            assert norm.eps is not None
-            product, x = map_of_norm(x, norm.weight, norm.eps, gate, up, branch=y)
-            return x, self.down(product)
-        x, normed = norm(x, y)
-        return x, self(normed)
-
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.gate(x), self.up(x)
-        weight = None if x.is_cpu else weight_of(self.down)
-        if weight is None:
+        weight = weight_of(self.down)
+        if weight is not None and self.pass_backend == "auto" and takes_map(a, b, weight):
+            return maps_of_norm(b, None, 0.0, [weight], gate=a, kind="silu_before")[0]
+        if weight is None or x.is_cpu:
             return self.down(swiglu(a, b, self.pass_backend))
         return swiglu_linear(a, b, weight, self.pass_backend)

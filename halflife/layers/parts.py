@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +14,16 @@ from torch import Tensor, nn
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
 from halflife.ops.backends.dispatch import beside
-from halflife.ops.recurrent import Unconvolved
+from halflife.ops.laws import Product
+from halflife.ops.linear import weight_of
+from halflife.ops.recurrent import MOST_MAPS, Unconvolved, known_outputs, maps_of_norm, takes_map
 from halflife.packing import Packing
 from halflife.position import angles, spread
 from halflife.precision import ROOMY, compute_dtype
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_AS_THEY_ARE = nullcontext()
 
 
 class RMSNorm(nn.RMSNorm):
@@ -25,6 +31,7 @@ class RMSNorm(nn.RMSNorm):
 
     pass_backend = "auto"  # see `set_backend`
     adds = True  # whether it takes the sum of two
+    gate_kind = "none"  # of `maps_of_norm`
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
         """The norm of x, or `x + y` and its norm."""
@@ -58,6 +65,7 @@ class GatedRMSNorm(nn.Module):
     """
 
     pass_backend = "auto"  # see `set_backend`
+    gate_kind = "silu_before"  # of `maps_of_norm`
 
     def __init__(self, size: int, groups: int = 1, eps: float = 1e-5) -> None:
         super().__init__()
@@ -93,6 +101,8 @@ class GatedRMSNorm(nn.Module):
 class NormBeforeGate(GatedRMSNorm):
     """`RMSNorm(y) ⊙ weight ⊙ silu(z)`, the output norm of Falcon-H1 with `mamba_norm_before_gate` and of Mamba-3."""
 
+    gate_kind = "silu_after"
+
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
@@ -106,6 +116,9 @@ class NormBeforeGate(GatedRMSNorm):
 class GateWithoutNorm(nn.Module):
     """`y ⊙ silu(z)` in the place of `GatedRMSNorm`."""
 
+    pass_backend = "auto"  # see `set_backend`
+    gate_kind, weight, groups, eps = "silu_before", None, 1, 0.0
+
     def __init__(self, size: int, groups: int = 1, eps: float = 1e-5) -> None:
         super().__init__()
 
@@ -116,6 +129,61 @@ class GateWithoutNorm(nn.Module):
 
 
 OUTPUT_NORMS = {"after_gate": GatedRMSNorm, "before_gate": NormBeforeGate, "none": GateWithoutNorm}
+
+
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether hooks or another `forward` see what modules give: those of FSDP2, of accelerate, of a user."""
+    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in modules)
+
+
+def normed(
+    norm: Any, x: Tensor, branch: Tensor | None, part: nn.Module
+) -> tuple[Tensor, Tensor, AbstractContextManager[None]]:
+    """`x + branch` (None: x), its norm (None: itself), and a context for the `part` of a block that reads this norm.
+
+    Of a token one kernel computes also those linear maps of the part that read its input (`maps_of_input`). Inside the
+    context they return what it computed.
+    """
+    maps = _maps_of_input(part, norm, x) if takes_map(x) and not torch.compiler.is_compiling() else []
+    weights = [module.weight for module in maps]
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    if maps and takes_map(x, branch, weight, *weights):
+        out, *rest = maps_of_norm(x, weight, eps, weights, branch=branch, keeps=norm is not None)
+        total, n = rest[-1:] * 2 if norm is None else [x, *rest][-2:]
+        return total, n, known_outputs(maps, n, out.split([len(weight) for weight in weights], -1))
+    if norm is None or branch is None:
+        total = x if branch is None else x + branch
+        return total, total if norm is None else norm(total), _AS_THEY_ARE
+    return *norm(x, branch), _AS_THEY_ARE
+
+
+def _maps_of_input(part: nn.Module, norm: Any, x: Tensor) -> list[nn.Linear]:
+    """The linear maps of a part that a kernel may compute beside the norm of x."""
+    plain = norm is None or (type(norm) is RMSNorm and norm.pass_backend == "auto" and not is_watched(norm))
+    if not plain or getattr(part, "pass_backend", "auto") != "auto":
+        return []
+    found: list[nn.Linear] = []
+    for name in getattr(part, "maps_of_input", ()):
+        try:
+            module = attrgetter(name)(part)
+        except AttributeError:  # an option that this part has not
+            continue
+        weight = None if module is None or is_watched(module) else weight_of(module)
+        if module is not None and weight is not None and weight.dtype == x.dtype and weight.shape[1] == x.shape[-1]:
+            found.append(module)
+    return found[:MOST_MAPS]
+
+
+def map_of_gated(norm: Any, y: Tensor, z: Tensor | None, out: nn.Module) -> Tensor:
+    """`out(norm(y, z))` of `y [B, T, D]` or `[B, T, H, V]` and `z [B, T, D]` or None; of a token by one kernel."""
+    weight = None if norm.pass_backend != "auto" or is_watched(norm) else weight_of(out)
+    given = [x for x in (z, norm.weight) if x is not None]
+    if weight is not None and takes_map(y, *given, weight):
+        groups = y.shape[2:].numel() // y.shape[-1] * getattr(norm, "groups", 1)
+        options: dict[str, Any] = {"gate": z, "kind": norm.gate_kind, "groups": groups}
+        return maps_of_norm(y.flatten(2), norm.weight, norm.eps, [weight], **options)[0]
+    y = norm(y) if z is None else norm(y, z)
+    return out(y.half() if z is not None and z.dtype == torch.float16 else y)
 
 
 def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -129,100 +197,10 @@ def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
     ).flatten(-2)
 
 
-class NormThenSwish(RMSNorm):
-    """`RMSNorm(o) ⊙ silu(z)` with the norm over each head."""
-
-    def forward(self, o: Tensor, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`o [B, T, H, V]`, `z [B, T, H·V]` → `[B, T, H·V]`."""
-        assert self.eps is not None
-        y = fused.gated_head_norm(o, z.to(ROOMY[z.dtype]), self.weight, self.eps, self.pass_backend)
-        return y.half() if z.dtype == torch.float16 else y
-
-
-class SigmoidThenNorm(RMSNorm):
-    """`RMSNorm(y ⊙ σ(z))` over the last axis."""
-
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`y, z [B, T, D]` → `[B, T, D]`."""
-        assert self.eps is not None
-        y = fused.rms_norm_of_sigmoid_gated(y, z.to(ROOMY[z.dtype]), self.weight, self.eps, self.pass_backend)
-        return y.half() if z.dtype == torch.float16 else y
-
-
-class HeadwiseGate(nn.Module):
-    """`RMSNorm(o) ⊙ silu(x W)` with the norm over each head, the output gate of GLA, RetNet and Gated DeltaNet."""
-
-    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm = NormThenSwish(value_dim, eps=eps)
-        self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
-
-    def forward(self, o: Tensor, x: Tensor) -> Tensor:
-        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return self.norm(o, self.proj(x))
-
-
-class LowRankGate(nn.Module):
-    """`RMSNorm(o ⊙ σ(x W₁ W₂))` with the norm over all heads, the output gate of the Decay Linear Transformer."""
-
-    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm = SigmoidThenNorm(num_heads * value_dim, eps=eps)
-        self.down = nn.Linear(hidden_size, hidden_size // num_heads, bias=False)
-        self.up = nn.Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
-
-    def forward(self, o: Tensor, x: Tensor) -> Tensor:
-        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return self.norm(o.flatten(-2), self.up(self.down(x)))
-
-
-class SigmoidGate(nn.Module):
-    """`RMSNorm(o) ⊙ σ(x W)` with the norm over each head, Comba's output gate."""
-
-    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm = RMSNorm(value_dim, eps=eps)
-        self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
-
-    def forward(self, o: Tensor, x: Tensor) -> Tensor:
-        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return self.norm(o).flatten(-2) * self.proj(x).sigmoid()
-
-
-class LowRankSigmoidGate(nn.Module):
-    """`RMSNorm(o) ⊙ σ(x W₁ W₂ + b)` of rank V with the norm over each head, the output gate of KDA."""
-
-    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm = RMSNorm(value_dim, eps=eps)
-        self.down = nn.Linear(hidden_size, value_dim, bias=False)
-        self.up = nn.Linear(value_dim, num_heads * value_dim)
-
-    def forward(self, o: Tensor, x: Tensor) -> Tensor:
-        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return self.norm(o).flatten(-2) * self.up(self.down(x)).sigmoid()
-
-
-class HeadRMSNorm(RMSNorm):
-    """`RMSNorm(o)` over each head, in the place of an output gate."""
-
-    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
-        super().__init__(value_dim, eps=eps)
-
-    def forward(self, o: Tensor, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`o [B, T, H, V]` → `[B, T, H·V]`; x is not used."""
-        return super().forward(o).flatten(-2)
-
-
 # Functions of queries and keys, by their names in transformers (`ACT2FN`).
 FEATURE_MAPS = {
     "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-}  # fmt: skip
-
-GATES = {
-    "low_rank": LowRankGate, "swish": HeadwiseGate, "sigmoid": SigmoidGate, "low_rank_sigmoid": LowRankSigmoidGate,
-    "none": HeadRMSNorm,
 }  # fmt: skip
 
 
@@ -254,6 +232,11 @@ class DecayProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""
         return self.up(self.down(x)).unflatten(-1, self.shape)
+
+    def product(self, x: Tensor) -> Tensor | Product:
+        """The same, of low rank as a product that is not computed yet."""
+        weight = None if isinstance(self.down, nn.Identity) else weight_of(self.up, biased=True)
+        return self(x) if weight is None else Product(self.down(x), weight, self.up.bias)
 
 
 class ShortConv(nn.Module):
@@ -299,13 +282,18 @@ def rotary(
 
     `kept` remembers them for other layers with the same tensor of positions (`Packing.kept`).
     """
-    half, kept = q.shape[-1] // 2, {} if kept is None else kept
+    cos, sin = turns(q, position, base, {} if kept is None else kept)
+    return fused.rotate(q, cos, sin, backend), fused.rotate(k, cos, sin, backend)
+
+
+def turns(q: Tensor, position: Tensor, base: float, kept: dict[Any, Any]) -> tuple[Tensor, Tensor]:
+    """cos and sin `[T, K / 2]` or `[B, T, K / 2]` of the angles of `q [B, T, H, K]`, see `rotary`."""
+    half = q.shape[-1] // 2
     key = ("rotary", base, half, compute_dtype(q), q.device)
     if key not in kept or kept[key][0] is not position:
         angle = angles(position, base, spread(half, half, q.device), compute_dtype(q))
         kept[key] = position, angle.cos(), angle.sin()
-    _, cos, sin = kept[key]
-    return fused.rotate(q, cos, sin, backend), fused.rotate(k, cos, sin, backend)
+    return kept[key][1:]
 
 
 def set_backend(module: Module, backend: str) -> Module:

@@ -133,6 +133,7 @@ class SKA(DecayGate):
     FEATURES = ("own", "mixer")
     OUTPUT_GATES = ("none", "sigmoid")
     reads_action_mask = True
+    maps_of_input = ("q_proj", "k_proj", "v_proj", "beta_proj")
 
     def __init__(
         self,

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from halflife import layers
 from halflife.layers import Mixer, Shared, SharedTensors, State
 from halflife.layers.init import reset
-from halflife.layers.mixer import is_watched
-from halflife.layers.mlp import SwiGLU
-from halflife.layers.parts import set_backend
+from halflife.layers.parts import is_watched, normed, set_backend
 from halflife.layers.tpe import Toeplitz
 from halflife.models.choices import mlp_of, norm_of, tpe_of
 from halflife.models.config import ModelConfig
@@ -74,30 +72,15 @@ class Block(nn.Module):
             if shared:  # earlier layers may be on another device
                 for name in shared:
                     shared[name] = shared[name].to(x.device)
-            if branch is None:
-                y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
-            else:
-                x, normed = self.mixer_norm(x, branch)
-                y, new = self.mixer(normed, _part(state), packing, shared=shared)
+            x, (y, new) = self._run(self.mixer, self.mixer_norm, x, branch, _part(state), packing, shared=shared)
             if self.beside is not None:
-                x = x + y
-                y, after = self.beside(x, _part(state, "beside"), packing, shared=shared)
+                x, (y, after) = self._run(self.beside, None, x, y, _part(state, "beside"), packing, shared=shared)
                 new = {**new, **{f"beside.{name}": part for name, part in after.items()}}
-            if self.mlp is None or self.mlp_norm is None:
-                pass
-            elif isinstance(self.mlp, Mixer):
-                x = x + y
-                y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
+            if isinstance(self.mlp, Mixer):
+                x, (y, after) = self._run(self.mlp, self.mlp_norm, x, y, _part(state, "mlp"), packing)
                 new = {**new, **{f"mlp.{name}": part for name, part in after.items()}}
-            elif not x.is_cpu and takes_sum(self.mlp_norm) and not self.norms_after:
-                if type(self.mlp) is SwiGLU:
-                    x, y = self.mlp.of_sum(x, y, self.mlp_norm)
-                else:
-                    x, normed = self.mlp_norm(x, y)
-                    y = self.mlp(normed)
-            else:
-                x = x + y
-                y = self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))
+            elif self.mlp is not None:
+                x, y = self._run(self.mlp, self.mlp_norm, x, y)
             return (x + y if adds else (x, y)), new
 
     @property
@@ -105,10 +88,19 @@ class Block(nn.Module):
         """Whether it runs with a `branch`: nothing but its first norm reads its input."""
         return takes_sum(self.mixer_norm) and not self.norms_after
 
-    def _normed(self, mixer: Mixer, norm: nn.Module, x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, State]:
-        """Run a mixer with a norm before or after it."""
-        y, state = mixer(x if self.norms_after else norm(x), *given, **options)
-        return norm(y) if self.norms_after else y, state
+    def _run(
+        self, part: nn.Module, norm: Any, x: Tensor, branch: Tensor | None, *given: Any, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """`x + branch` (None: x), and what a mixer or MLP gives for it, with a norm before or after it, or none."""
+        plain = norm is not None and (self.norms_after or x.is_cpu or not takes_sum(norm))
+        if branch is not None and plain:
+            x, branch = x + branch, None
+        if norm is not None and self.norms_after:
+            found = part(x, *given, **options)
+            return x, (norm(found[0]), found[1]) if isinstance(found, tuple) else norm(found)
+        x, n, known = normed(norm, x, branch, part)
+        with known:
+            return x, part(n, *given, **options)
 
 
 def takes_sum(norm: nn.Module) -> bool:

@@ -236,8 +236,8 @@ def made_again(op: str, backend: str, tensors: Sequence[Any], *matrices: Tensor)
     return same and dispatch.choose(op, backend, first.device, tensors) is known
 
 
-def weight_of(module: nn.Module) -> Tensor | None:
-    """The weight W of a map that is `x Wᵀ` and nothing else.
+def weight_of(module: nn.Module, biased: bool = False) -> Tensor | None:
+    """The weight W of a map that is `x Wᵀ`, or if `biased` also `x Wᵀ + b`, and nothing else.
 
     It is None for a map that must be called, because it has a bias, a hook, an adapter or a quantised weight.
     """
@@ -247,7 +247,7 @@ def weight_of(module: nn.Module) -> Tensor | None:
     fast = getattr(forward, "__func__", None) is _forward
     ours = forward is None or fast or isinstance(getattr(getattr(forward, "func", None), "__self__", None), _Products)
     weight: Any = getattr(module, "weight", None)
-    plain = type(module) is nn.Linear and module.bias is None and type(weight) in (nn.Parameter, Tensor)
+    plain = type(module) is nn.Linear and (biased or module.bias is None) and type(weight) in (nn.Parameter, Tensor)
     return weight if plain and ours and not hooks else None
 
 

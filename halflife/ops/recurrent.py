@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from halflife.ops.arguments import dense
 from halflife.ops.backends import triton
@@ -50,9 +53,10 @@ class Unconvolved(NamedTuple):
 
     Attributes:
         x: channels `[B, 1, D]` of queries, keys and values.
-        weight, bias, state: of the convolution, as in `causal_conv1d`.
+        weight, bias, state: of the convolution, as in `causal_conv1d`; None is no convolution.
         places: the first channels of queries, keys and values.
         groups: groups of heads that share queries and keys.
+        silu: whether queries and keys get SiLU; after a convolution values too.
         unit: whether queries and keys get norm 1.
         most: the writing strength β of the delta rule is most · σ(beta).
         gain: factor of the values `[B, 1, H]`, or None.
@@ -61,11 +65,12 @@ class Unconvolved(NamedTuple):
     """
 
     x: Tensor
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
-    state: Tensor
+    state: Tensor | None
     places: tuple[int, int, int]
     groups: int
+    silu: bool = True
     unit: bool = False
     most: float = 1.0
     gain: Tensor | None = None
@@ -73,59 +78,128 @@ class Unconvolved(NamedTuple):
     gains: bool = False
 
     def step(
-        self, g: Tensor | Unevaluated | None, g_slow: Tensor | None, beta: Tensor | None,
+        self, g: Tensor | Unevaluated | None, g_slow: Tensor | SlowInput | None, beta: Tensor | None,
         states: tuple[Tensor, Tensor | None], scale: float, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-        """The outputs `[B, 1, H, V]` in `dtype`, and the next states of the convolution and of the memory.
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+        """The outputs `[B, 1, H, V]` in `dtype`, and the next states of convolutions and of the memory by name.
 
         `beta` are the logits of writing strengths. The states are fast and slow.
         """
-        weight, bias, conv = [None if x is None else x.contiguous() for x in (self.weight, self.bias, self.state)]
-        state, slow = (None if x is None else x.contiguous() for x in states)
-        law: tuple[Any, ...] = ()
+        taps = [x.contiguous() for x in (self.weight, self.bias) if x is not None]
+        conv, state, slow = (None if x is None else x.contiguous() for x in (self.state, *states))
+        gate: list[Tensor] = []
+        if isinstance(g_slow, SlowInput):
+            gate, g_slow = [dense(g_slow.f), *(x.contiguous() for x in g_slow[1:])], None
+        up: list[Tensor] = []
+        law: list[Any] = [[], 1.0]
         if isinstance(g, Unevaluated):
-            (vectors, settings), g = g.given(), g.f
-            law = *vectors, *settings, self.gains
-        o, conv, *new = triton.custom_op("token")(
-            dense(self.x), weight, bias, conv, g, g_slow, beta, self.gain, self.skip, state, slow, list(self.places),
-            self.groups, self.unit, self.most, scale, dtype, *law,
+            g, up, law = g.given()
+            law.append(self.gains)
+        if g is not None and (up or g.ndim == 4):  # else any strides
+            g = dense(g)
+        o, *found = triton.custom_op("token")(
+            dense(self.x), taps, conv, g, up, g_slow, gate, beta, self.gain, self.skip, state, slow,
+            list(self.places), self.groups, self.silu, self.unit, self.most, scale, dtype, *law,
         )  # fmt: skip
-        return o, conv, new
+        held = {"conv": conv is not None, "memory": True, "slow": slow is not None, "slow_conv": bool(gate)}
+        return o, dict(zip([name for name, there in held.items() if there], found, strict=True))
 
 
-def map_of_norm(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, other: Tensor | None = None, *, branch: Tensor | None = None,
-    gate: Tensor | None = None, groups: int = 1,
+class SlowInput(NamedTuple):
+    """The input of GateRank's gate of the slow state, which the kernel that takes a token computes.
+
+    Attributes:
+        f: activations `[B, 1, G]` of one gate or a gate for each head.
+        taps, bias, rate: of `SlowGate`, in float32.
+        state: that of its convolution.
+    """
+
+    f: Tensor
+    taps: Tensor
+    bias: Tensor
+    rate: Tensor
+    state: Tensor
+
+
+def maps_of_norm(
+    x: Tensor, norm: Tensor | None, eps: float, weights: Sequence[Tensor], *, branch: Tensor | None = None,
+    gate: Tensor | None = None, kind: str = "none", groups: int = 1, keeps: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """`RMSNorm(x ⊙ silu(gate)) Wᵀ`, or `RMSNorm(x + branch) Wᵀ` and the sum, of tokens that `takes_map` accepts.
+    """Maps `[B, 1, ΣFᵢ]` of the norm of x, beside each other; with a branch the sum; and if it `keeps` it, the norm.
+
+    `takes_map` must accept these tensors.
 
     Args:
-        x, branch, gate: channels `[B, 1, D]`.
-        norm, eps: weight `[D]` and eps of the norm.
-        weight: W `[F, D]`.
-        other: U `[F, D]`; the first result is then `silu(n Wᵀ) ⊙ (n Uᵀ)`, with n the norm.
+        x, branch, gate: channels `[B, 1, D]`. With a branch it is the norm of `x + branch`.
+        norm, eps: weight `[D]`, or that of each group, and eps of the norm; None is no norm.
+        weights: W `[Fᵢ, D]` of one dtype, at most `MOST_MAPS`.
+        kind: what the gate is: "none", or "silu" or "sigmoid" of it "_before" or "_after" the norm.
         groups: groups of channels, each with its own mean square.
     """
-    return triton.custom_op("map")(x, branch, gate, norm, weight, other, groups, eps)
+    return triton.custom_op("map")(x, branch, gate, norm, list(weights), kind, groups, eps, keeps)
+
+
+@contextmanager
+def known_outputs(maps: Sequence[nn.Linear], x: Tensor, outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Inside this block, the maps return these outputs for the input x."""
+
+    def run(module: nn.Linear, output: Tensor, input: Tensor) -> Tensor:
+        return output if input is x else F.linear(input, module.weight, module.bias)
+
+    for module, output in zip(maps, outputs, strict=True):
+        module.forward = partial(run, module, output)
+    try:
+        yield
+    finally:
+        for module in maps:
+            vars(module).pop("forward", None)
 
 
 def takes_map(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel takes the map of tokens x, with these other tensors and weights."""
-    if torch.is_grad_enabled() or x.shape[1] != 1 or len(x) > MOST_TOKENS or any(part is None for part in others):
+    """Whether a kernel takes maps of tokens x, with these other tensors and weights (None: not given)."""
+    if torch.is_grad_enabled() or x.shape[1] != 1 or len(x) > MOST_TOKENS:
         return False
     plain = autocast_dtype(x.device) is None and runs_kernels(x.device)
     return plain and triton.why_not_pass("a token", _CUDA, (x, *others)) is None
 
 
+MOST_MAPS = 5  # of one kernel
 MOST_TOKENS = 4  # whose products need no tensor cores: reading the weights takes longer
 
 
-def takes_token(x: Tensor, conv: Tensor, state: Tensor) -> bool:
+def takes_token(x: Tensor, conv: Tensor | None, state: Tensor) -> bool:
     """Whether a kernel takes an `Unconvolved` token from channels `x`, with these states."""
-    fits = state.shape[-2] <= triton.SIZES[-1] and conv.shape[-1] > 0 and not torch.is_grad_enabled()
+    fits = state.shape[-2] <= triton.SIZES[-1] and (conv is None or conv.shape[-1] > 0) and not torch.is_grad_enabled()
     return fits and runs_kernels(x.device) and triton.why_not_pass("a token", _CUDA, (x, conv, state)) is None
 
 
+def attention_of_token(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, seen: Tensor
+) -> list[Tensor]:
+    """Softmax attention of one token of each sequence to a cache: the outputs, and the next keys and values.
+
+    `takes_attention` must accept these tensors.
+
+    Args:
+        q: `[N, 1, H, K]`.
+        k, v: `[N, 1, G, K]`; each head of them serves H / G heads of queries.
+        angles: cos and sin `[1, K / 2]` or `[N, 1, K / 2]` by which queries and keys are rotated, or None.
+        keys, values: the cache `[N, S, G, K]`, of which each sequence has filled its first slots.
+        seen: the number of these `[N]`.
+    """
+    cos, sin = (None, None) if angles is None else (x if x.ndim == 3 else x.unsqueeze(0) for x in angles)
+    return triton.custom_op("attend")(q, k, v, cos, sin, keys, values, seen, q.shape[-1] ** -0.5)
+
+
+def takes_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether kernels take `attention_of_token` of these tensors."""
+    if torch.is_grad_enabled() or not runs_kernels(q.device) or len({x.dtype for x in (q, k, v, keys, values)}) > 1:
+        return False
+    small = q.shape[-1] <= triton.SIZES[-1] and q.shape[2] // k.shape[2] <= MOST_QUERIES
+    return small and triton.why_not_pass("a token", _CUDA, (q, k, v, keys, values)) is None
+
+
+MOST_QUERIES = 16  # that share a key, all in one program
 _CUDA = torch.device("cuda")
 
 

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.decay_gate import DecayGate
+from halflife.layers.design.gates import GATES
 from halflife.layers.design.updates import Tokens, Update, UpdateChoice
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
-from halflife.layers.parts import FEATURE_MAPS, GATES, ShortConv, rotary
+from halflife.layers.parts import FEATURE_MAPS, ShortConv, is_watched, map_of_gated, rotary
 from halflife.ops.fused import l2_normalize
+from halflife.ops.recurrent import Unconvolved
 from halflife.packing import Packing
 from halflife.position import check_pairs, half_lrpe, lrpe
 from halflife.precision import ROOMY
@@ -112,6 +114,9 @@ class LinearMixer(DecayGate, HasMemory):
         ValueError: a name is unknown, or a combination has no meaning; the message gives the reason.
     """
 
+    maps_of_input = (
+        "qkv_proj", "beta_proj", "decay_proj.down", "decay_proj.up", "gate.proj", "gate.down", "gate_rank.proj",
+    )  # fmt: skip
     defaults: ClassVar[Mapping[str, Any]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}
 
@@ -210,7 +215,7 @@ class LinearMixer(DecayGate, HasMemory):
         position = packing.positions(state.get("position"), x.device)
         g, key, gain, new = None, None, None, {}
         qkv = self.qkv_proj(x)
-        token = not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing)
+        token = self.one_kernel and self.decodes(qkv, state, packing)
         law = self.decay if token and self.decay is not None and self.decay.leaves_law else None
         if self.decay is not None and law is None:
             f = self.decay_input(x)
@@ -224,7 +229,7 @@ class LinearMixer(DecayGate, HasMemory):
                 g = torch.cat([g[..., : self.paired], g], -1)
         if law is not None:
             o, memory = law(
-                self.decay_input(x), position=position, parts=True, with_step=False,
+                self.decay_input(x, token=True), position=position, parts=True, with_step=False,
                 then=lambda parts: self._token(x, qkv, parts.g, state, packing),
             )  # fmt: skip
         elif token:
@@ -233,18 +238,25 @@ class LinearMixer(DecayGate, HasMemory):
             units = None if qkv.is_cpu or qkv.dtype != ROOMY[qkv.dtype] else self.unit_outputs
             if self.conv is not None:
                 qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing, units=units)
-            q, k, v = self.heads(qkv, key, position, units is not None)
+            q, k, v = self.heads(qkv, key, position, units is not None, packing.kept)
             o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
-        y = self.gate(o.to(ROOMY[x.dtype]), x)
-        return self.out_proj(y.half() if x.dtype == torch.float16 else y), new | memory
+        return self.output(o.to(ROOMY[x.dtype]), x), new | memory
+
+    def output(self, o: Tensor, x: Tensor) -> Tensor:
+        """The output `[B, T, D]` of `o [B, T, H, V]` and the input x, with its gate."""
+        if is_watched(self.gate):
+            y = self.gate(o, x)
+            return self.out_proj(y.half() if x.dtype == torch.float16 else y)
+        return map_of_gated(
+            self.gate.norm, o.flatten(-2) if self.gate.over_all else o, self.gate.logits(x), self.out_proj
+        )
 
     @property
     def one_kernel(self) -> bool:
         """Whether one kernel takes a token from the projection to the outputs of the op."""
         plain = isinstance(self.update, UpdateChoice) and self.update.name in ("linear", "delta")
         plain = plain and not self.update.stretch_gain and self.position == self.feature_map == "none"
-        scalar = self.decay is None or self.decay.granularity == "scalar"
-        return plain and scalar and type(self.conv) is ShortConv and not self.share_keys
+        return plain and (self.conv is None or type(self.conv) is ShortConv) and not self.share_keys
 
     def _token(self, x: Tensor, qkv: Tensor, g: Any, state: State, packing: Packing) -> tuple[Tensor, State]:
         """The outputs of the op for one token of each sequence, and the new state."""
@@ -253,12 +265,20 @@ class LinearMixer(DecayGate, HasMemory):
             "places": (0, query, query + key), "groups": self.num_key_heads, "unit": self.unit_keys,
             "most": 2.0 if self.update.allow_neg_eigval else 1.0,
         }  # fmt: skip
-        assert self.conv is not None
-        token, beta = self.conv(qkv, state["conv"], packing, **token), self.beta_proj and self.beta_proj(x)
+        if self.conv is None:
+            token = Unconvolved(qkv, None, None, None, silu=self.activation == "silu", **token)
+        else:
+            token = self.conv(qkv, state["conv"], packing, **token)
+        beta = None if self.beta_proj is None else self.beta_proj(x)
         return self.memory(x, token, None, None, g, beta, state, packing, **self.op_options)
 
     def heads(
-        self, qkv: Tensor, shared_key: Tensor | None, position: Tensor, normed: bool = False
+        self,
+        qkv: Tensor,
+        shared_key: Tensor | None,
+        position: Tensor,
+        normed: bool = False,
+        kept: dict[Any, Any] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
 
@@ -268,6 +288,7 @@ class LinearMixer(DecayGate, HasMemory):
             qkv: the projection, after the short convolution.
             shared_key: of the decay, or None for projected keys.
             normed: whether queries and keys are unit vectors already.
+            kept: see `parts.rotary`.
         """
         q, *projected, v = qkv.split(self.splits, -1)
         q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)
@@ -280,7 +301,7 @@ class LinearMixer(DecayGate, HasMemory):
         if self.unit_keys and not normed and not self.update.norms_apart:
             q, k = (l2_normalize(x.to(ROOMY[x.dtype]), backend=self.pass_backend) for x in (q, k))
         if self.position == "rope":
-            q, k = rotary(q, k, position, backend=self.pass_backend)
+            q, k = rotary(q, k, position, backend=self.pass_backend, kept=kept)
         elif self.position != "none":
             encode = {"lrpe": lrpe, "half_lrpe": half_lrpe}[self.position]
             q, k = encode(q, position), encode(k, position)

@@ -91,10 +91,10 @@ class HasMemory(nn.Module):
 
     def decodes(self, x: Tensor, state: State, packing: Packing) -> bool:
         """Whether the memory can take an `Unconvolved` token, from channels `x [B, 1, D]`, in the place of queries."""
-        if packing.length != 1 or packing.cu_seqlens is not None or not {"conv", "memory"} <= state.keys():
+        if packing.length != 1 or packing.cu_seqlens is not None or "memory" not in state:
             return False
         known = self.memory_kind is None or getattr(self.memory, "reset_law", "") == "mask"
-        return known and self.backend in ("auto", "triton") and takes_token(x, state["conv"], state["memory"])
+        return known and self.backend in ("auto", "triton") and takes_token(x, state.get("conv"), state["memory"])
 
 
 def one_state(
@@ -103,8 +103,7 @@ def one_state(
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The memory of one state, `memory [N, H, K, V]`. The outputs are float32 for values in float16."""
     if isinstance(q, Unconvolved):
-        o, conv, (memory,) = q.step(g, None, beta, (state["memory"], None), options["scale"], ROOMY[x.dtype])
-        return o, {"conv": conv, "memory": memory}
+        return q.step(g, None, beta, (state["memory"], None), options["scale"], ROOMY[x.dtype])
     assert k is not None
     assert v is not None
     v = v.to(ROOMY[v.dtype])

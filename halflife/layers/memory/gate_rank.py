@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from statistics import NormalDist
 from typing import Any, ClassVar
 
@@ -14,7 +16,7 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import State
 from halflife.ops import causal_conv1d, gate_rank, laws
 from halflife.ops.gate_rank import check_reset_law
-from halflife.ops.recurrent import Unconvolved
+from halflife.ops.recurrent import SlowInput, Unconvolved
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, compute_dtype, without_autocast
 from halflife.registry import check_choice
@@ -77,8 +79,22 @@ class SlowGate(Float32Module):
         else:
             self.A_log.uniform_(1, 16).log_()
 
-    def forward(self, f: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-        """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`."""
+    @property
+    def leaves_law(self) -> bool:
+        """Whether `forward` takes `then`. It does not where a hook reads the log-decays that it returns."""
+        return self.bias_place == "after" and not self._forward_hooks
+
+    def forward(
+        self, f: Tensor, state: Tensor | None, packing: Packing, then: Callable[[SlowInput], Any] | None = None
+    ) -> Any:
+        """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`.
+
+        With `then`, for a kernel that computes it, the result is that of `then`. Its tensors may be freed after this
+        call (FSDP).
+        """
+        if then is not None:
+            assert state is not None
+            return then(SlowInput(f, self.taps, self.bias, self.A_log, state))
         wide = compute_dtype(f)
         taps, bias = self.taps.to(wide), self.bias.to(wide)
         if self.bias_place == "before":
@@ -144,13 +160,17 @@ class GateRank(nn.Module):
         Returns:
             `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
         """
-        f = self.proj(x if self.trained else x.detach())
-        g_slow, conv = self.slow_gate(f, state.get("slow_conv"), packing)
+        f = self.proj(x if self.trained or not torch.is_grad_enabled() else x.detach())
         initial = (state["memory"], state["slow"]) if "memory" in state else None
         if isinstance(q, Unconvolved):
             assert initial is not None
-            o, last, (fast, slow) = q.step(g, g_slow, beta, initial, options["scale"], ROOMY[x.dtype])
-            return o, {"conv": last, "memory": fast, "slow": slow, "slow_conv": conv}
+            step = partial(q.step, g, beta=beta, states=initial, scale=options["scale"], dtype=ROOMY[x.dtype])
+            if self.slow_gate.leaves_law:
+                return self.slow_gate(f, state["slow_conv"], packing, then=step)
+            g_slow, conv = self.slow_gate(f, state["slow_conv"], packing)
+            o, new = step(g_slow)
+            return o, {**new, "slow_conv": conv}
+        g_slow, conv = self.slow_gate(f, state.get("slow_conv"), packing)
         assert k is not None
         assert v is not None
         o, final = gate_rank(

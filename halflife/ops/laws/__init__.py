@@ -63,25 +63,56 @@ class Law(NamedTuple):
         return g if self.factor == 1 else self.factor * g
 
 
+class Product(NamedTuple):
+    """Activations `x Wᵀ + bias` of one token of each sequence, which the kernel that takes the token computes.
+
+    Attributes:
+        x: `[B, 1, R]`, with few channels R.
+        weight, bias: W `[H · K, R]`, and `[H · K]` or None.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Spectrum(NamedTuple):
+    """PoST's spectrum of a scalar decay, in the place of the taper, which that kernel computes (`ordered_spectrum`).
+
+    θ is also the rate of the law, in the place of p.
+    """
+
+    theta: Tensor
+    delta: Tensor
+    log_length: float
+
+
 class Unevaluated(NamedTuple):
     """The log-decays of one token of each sequence, which the kernel that takes the token computes.
 
     Attributes:
-        f: activations `[B, 1, H]`.
-        law: its law, with tensors `[H]` in float32.
-        taper: α `[H]` of the positions, or None.
+        f: activations `[B, 1, H]` or `[B, 1, H, K]`.
+        law: its law, with tensors in float32 that broadcast to `[H]` or `[H, K]`.
+        taper: α of the positions in such a shape, a spectrum, or None.
         position: `[1]` or `[B, 1]`, if there is a taper.
+        shape: `(H,)` or `(H, K)`.
     """
 
-    f: Tensor
+    f: Tensor | Product
     law: Law
-    taper: Tensor | None
+    taper: Tensor | Spectrum | None
     position: Tensor | None
+    shape: tuple[int, ...]
 
-    def given(self) -> tuple[list[Tensor | None], list[Any]]:
-        """The bias, the rate, the taper and the position; and φ, c and the limits, as the kernel takes them."""
-        vectors = [None if x is None else x.contiguous() for x in (self.law.bias, self.law.rate, self.taper)]
-        return [*vectors, self.position], [self.law.shape, self.law.factor, self.law.least, self.law.most]
+    def given(self) -> tuple[Tensor, list[Tensor], list[Any]]:
+        """The activations, or what a map makes them of; the weights of the map; and the law, as the kernel takes it."""
+        rate, taper, of_spectrum = self.law.rate, self.taper, ([], 1.0)
+        if isinstance(taper, Spectrum):
+            rate, taper, of_spectrum = None, None, ([taper.theta, taper.delta], taper.log_length)
+        vectors = [None if x is None else x.expand(self.shape) for x in (self.law.bias, rate, taper)]
+        f, *up = self.f if isinstance(self.f, Product) else (self.f,)
+        law = self.law.shape, self.law.factor, self.law.least, self.law.most
+        return f, [x.contiguous() for x in up if x is not None], [*of_spectrum, *vectors, self.position, *law]
 
 
 def log_decay(

@@ -102,6 +102,7 @@ def load() -> None:
         "outputs",
         "token",
         "maps",
+        "attend",
         "cross_entropy",
         "angles",
         "weights",

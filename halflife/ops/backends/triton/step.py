@@ -58,9 +58,12 @@ def _step_kernel(
     decay = None
     if g is not None:
         decay = _row(g, n, h, g_n, g_h, rows if VECTOR else rows * 0, rows < K)
+    slow_g = None
+    if g_slow is not None:
+        slow_g = tl.load(g_slow + n * slow_n + h * slow_h).to(tl.float32)
     out = updated(
-        query, key, value, strength, decay, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
-        a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, beta is not None,
+        query, key, value, strength, decay, a, b, slow_g, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
+        a_n, a_h, b_n, b_h, s_n, s_h, s_k, beta is not None,
     )  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * V + cols
     tl.store(o + at, (out * scale).to(o.dtype.element_ty), mask=cols < V)
@@ -69,10 +72,13 @@ def _step_kernel(
 @triton.jit
 @no_type_check
 def updated(
-    query, key, value, strength, g, a, b, g_slow, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
-    a_n, a_h, b_n, b_h, slow_n, slow_h, s_n, s_h, s_k, DELTA: tl.constexpr,
+    query, key, value, strength, g, a, b, slow_g, state, slow_state, new, new_slow, n, h, rows, cols, K, V,
+    a_n, a_h, b_n, b_h, s_n, s_h, s_k, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Return what the query reads from columns of the next state, which is stored; g are the log-decays of rows."""
+    """Return what the query reads from columns of the next state, which is stored.
+
+    g are the log-decays of rows, slow_g that of the slow state.
+    """
     in_rows = rows < K
     inside = in_rows[:, None] & (cols < V)[None, :]
     place = n * s_n + h * s_h + rows[:, None] * s_k + cols[None, :]
@@ -85,11 +91,10 @@ def updated(
     change = tl.zeros([rows.shape[0]], tl.float32)
     if g is not None:
         kept, change = _split(g)
-    if g_slow is not None:  # a reset: the slow state decays and takes over the decayed fast one, which starts at 0
+    if slow_g is not None:  # a reset: the slow state decays and takes over the decayed fast one, which starts at 0
         slow = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
         if slow_state is not None:
             slow = tl.load(slow_state + place, mask=inside, other=0.0)
-        slow_g = tl.load(g_slow + n * slow_n + h * slow_h).to(tl.float32)
         reset = slow_g != 0
         slow_kept, slow_change = _split(slow_g)
         moved = slow_change * slow + tl.exp(slow_g) * ((kept + change)[:, None] * old)
@@ -99,7 +104,7 @@ def updated(
         tl.store(new_slow + place_new, slow, mask=inside)
     if DELTA:  # what the decayed state holds for the key; the small part is subtracted first
         value -= tl.sum((change * key)[:, None] * old, 0)
-        if g_slow is not None:
+        if slow_g is not None:
             value -= tl.sum(key[:, None] * slow, 0)
         value -= tl.sum((kept * key)[:, None] * old, 0)
         value *= strength
@@ -109,7 +114,7 @@ def updated(
         update += _row(b, n, h, b_n, b_h, rows, in_rows)[:, None] * correction[None, :]
     now = kept[:, None] * old + (change[:, None] * old + update)
     tl.store(new + place_new, now, mask=inside)
-    if g_slow is not None:
+    if slow_g is not None:
         now += slow
     return tl.sum(query[:, None] * now, 0)
 
