@@ -76,11 +76,13 @@ class Block(nn.Module):
             if self.beside is not None:
                 x, (y, after) = self._run(self.beside, None, x, y, _part(state, "beside"), packing, shared=shared)
                 new = {**new, **{f"beside.{name}": part for name, part in after.items()}}
-            if isinstance(self.mlp, Mixer):
-                x, (y, after) = self._run(self.mlp, self.mlp_norm, x, y, _part(state, "mlp"), packing)
-                new = {**new, **{f"mlp.{name}": part for name, part in after.items()}}
-            elif self.mlp is not None:
-                x, y = self._run(self.mlp, self.mlp_norm, x, y)
+            if self.mlp is not None:
+                both = (x + y, None) if x.is_cpu else (x, y)  # which there is faster
+                mixes = isinstance(self.mlp, Mixer)
+                x, y = self._run(self.mlp, self.mlp_norm, *both, *[_part(state, "mlp"), packing] * mixes)
+                if mixes:
+                    y, after = y
+                    new = {**new, **{f"mlp.{name}": part for name, part in after.items()}}
             return (x + y if adds else (x, y)), new
 
     @property
@@ -92,8 +94,7 @@ class Block(nn.Module):
         self, part: nn.Module, norm: Any, x: Tensor, branch: Tensor | None, *given: Any, **options: Any
     ) -> tuple[Tensor, Any]:
         """`x + branch` (None: x), and what a mixer or MLP gives for it, with a norm before or after it, or none."""
-        plain = norm is not None and (self.norms_after or x.is_cpu or not takes_sum(norm))
-        if branch is not None and plain:
+        if branch is not None and norm is not None and (self.norms_after or not takes_sum(norm)):
             x, branch = x + branch, None
         if norm is not None and self.norms_after:
             found = part(x, *given, **options)
