@@ -40,3 +40,4 @@ halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper -
 halflife compare cg-ska-1.5:amnesia-cot_easy cg-ska-2.5:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 750
 halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 750 --set mixer.state_size=34
 halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 1 --steps 2000 --lr 1e-3
+halflife compare cg-ska-1.5:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 2000

@@ -88,6 +88,7 @@ class Mamba3(HasMemory, Mixer):
     """
 
     ROPE_FRACTIONS = (0.5, 1)
+    maps_of_input = ("in_proj",)
     loops_over_length = True  # running angles: see `models.compiled`
 
     def __init__(
@@ -257,6 +258,7 @@ class EchoMamba3(Mixer):
         ValueError: the number of heads does not divide, or the state size is odd.
     """
 
+    maps_of_input = ("in_proj",)
     loops_over_length = True
 
     def __init__(
