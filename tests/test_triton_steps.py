@@ -223,6 +223,12 @@ LAYERS = {
 }  # fmt: skip
 
 
+def as_on_a_gpu(patch):
+    """Let kernels run for single tokens without being asked for, as on a GPU."""
+    patch.setattr(recurrent, "runs_kernels", lambda device: True)
+    patch.setattr(torch.Tensor, "is_cpu", False)
+
+
 def token_by_kernel(layer, x, state):
     """What `layer` does on a GPU with one token of each sequence."""
     packing = Packing(*x.shape[:2])
@@ -235,7 +241,7 @@ def token_by_kernel(layer, x, state):
 def test_a_token_of_a_layer(name, dtype, monkeypatch):
     """From the projection to the next states, against float64, for sequences at different positions."""
     torch.manual_seed(0)
-    monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
+    as_on_a_gpu(monkeypatch)
     config = preset(name, hidden_size=64, num_layers=1, num_heads=4, mixer_options=LAYERS[name])
     asked = []
     monkeypatch.setattr(token, "launch", lambda kernel, grid: asked.append(kernel) or launch(kernel, grid))
@@ -337,7 +343,7 @@ def test_where_a_kernel_takes_maps(monkeypatch):
     """Of up to four tokens, with the norm before them; else, or if somebody looks, each runs alone."""
     torch.manual_seed(0)
     mlp, norm = SwiGLU(32, 48).to(DEVICE), RMSNorm(32, eps=1e-5).to(DEVICE)
-    monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
+    as_on_a_gpu(monkeypatch)
     taken = []
     given = recurrent.maps_of_norm
     for module in (mlp_module, parts_module):
@@ -394,7 +400,7 @@ def test_models_decode_by_kernels(name, monkeypatch):
         want, (_, state) = model(ids)[0][:, 4:], model(ids[:, :4])
         got = []
         with monkeypatch.context() as patched:
-            patched.setattr(recurrent, "runs_kernels", lambda device: True)
+            as_on_a_gpu(patched)
             for t in range(4, 7):
                 logits, state = model(ids[:, t : t + 1], state)
                 got.append(logits)
@@ -410,7 +416,7 @@ def test_where_a_kernel_takes_tokens(monkeypatch):
     with torch.no_grad():
         state = layer(x)[1]
         assert not layer.decodes(x, state, rows)
-        monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
+        as_on_a_gpu(monkeypatch)
         assert layer.decodes(x, state, rows)
         assert not layer.decodes(x, {}, rows)
         assert not layer.decodes(x, state, Packing(1, 2))

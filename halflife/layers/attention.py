@@ -101,7 +101,7 @@ class Attention(Mixer):
         q, k, v, *gate = self.qkv_proj(x).split(self.splits, -1)
         q, k = self._normalized(q, self.q_norm), self._normalized(k, self.k_norm)
         v = v.unflatten(-1, (-1, self.head_dim))
-        if self._decodes(q, k, v, state, packing):
+        if not x.is_cpu and self._decodes(q, k, v, state, packing):
             o, cache = self._token(q, k, v, state, packing)
             return self.out_proj(o * gate[0].sigmoid() if gate else o), cache
         if self.position == "rope":

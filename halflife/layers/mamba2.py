@@ -123,9 +123,9 @@ class Mamba2(HasMemory, Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         z, xbc, f = self.in_proj(x).split(self.splits, -1)
-        if not self.share_features and self.decodes(xbc, state, packing):
+        if not x.is_cpu and not self.share_features and self.decodes(xbc, state, packing):
             y, new = self._token(x, xbc, f, position, state, packing)
-            return map_of_gated(self.norm, y.flatten(-2), z, self.out_proj), new
+            return map_of_gated(self.norm, y.flatten(-2), z, self.out_proj, z.dtype), new
         xbc, conv = self.conv(xbc, state.get("conv"), packing)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))

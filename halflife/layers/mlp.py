@@ -121,9 +121,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.gate(x), self.up(x)
-        weight = weight_of(self.down)
+        weight = None if x.is_cpu else weight_of(self.down)
         if weight is not None and self.pass_backend == "auto" and takes_map(a, b, weight):
             return maps_of_norm(b, None, 0.0, [weight], gate=a, kind="silu_before")[0]
-        if weight is None or x.is_cpu:
+        if weight is None:
             return self.down(swiglu(a, b, self.pass_backend))
         return swiglu_linear(a, b, weight, self.pass_backend)

@@ -174,8 +174,11 @@ def _maps_of_input(part: nn.Module, norm: Any, x: Tensor) -> list[nn.Linear]:
     return found[:MOST_MAPS]
 
 
-def map_of_gated(norm: Any, y: Tensor, z: Tensor | None, out: nn.Module) -> Tensor:
-    """`out(norm(y, z))` of `y [B, T, D]` or `[B, T, H, V]` and `z [B, T, D]` or None; of a token by one kernel."""
+def map_of_gated(norm: Any, y: Tensor, z: Tensor | None, out: nn.Module, dtype: torch.dtype) -> Tensor:
+    """`out(norm(y, z))` of `y [B, T, D]` or `[B, T, H, V]` and `z [B, T, D]` or None; of a token by one kernel.
+
+    The output of the norm is rounded for inputs of this `dtype`.
+    """
     weight = None if norm.pass_backend != "auto" or is_watched(norm) else weight_of(out)
     given = [x for x in (z, norm.weight) if x is not None]
     if weight is not None and takes_map(y, *given, weight):
@@ -183,7 +186,7 @@ def map_of_gated(norm: Any, y: Tensor, z: Tensor | None, out: nn.Module) -> Tens
         options: dict[str, Any] = {"gate": z, "kind": norm.gate_kind, "groups": groups}
         return maps_of_norm(y.flatten(2), norm.weight, norm.eps, [weight], **options)[0]
     y = norm(y) if z is None else norm(y, z)
-    return out(y.half() if z is not None and z.dtype == torch.float16 else y)
+    return out(y.half() if dtype == torch.float16 else y)
 
 
 def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:

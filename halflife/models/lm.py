@@ -76,13 +76,15 @@ class Block(nn.Module):
             if self.beside is not None:
                 x, (y, after) = self._run(self.beside, None, x, y, _part(state, "beside"), packing, shared=shared)
                 new = {**new, **{f"beside.{name}": part for name, part in after.items()}}
-            if self.mlp is not None:
+            if isinstance(self.mlp, Mixer):
                 both = (x + y, None) if x.is_cpu else (x, y)  # which there is faster
-                mixes = isinstance(self.mlp, Mixer)
-                x, y = self._run(self.mlp, self.mlp_norm, *both, *[_part(state, "mlp"), packing] * mixes)
-                if mixes:
-                    y, after = y
-                    new = {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+                x, (y, after) = self._run(self.mlp, self.mlp_norm, *both, _part(state, "mlp"), packing)
+                new = {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+            elif self.mlp is not None and self.mlp_norm is not None and x.is_cpu and not self.norms_after:
+                x = x + y
+                y = self.mlp(self.mlp_norm(x))
+            elif self.mlp is not None:
+                x, y = self._run(self.mlp, self.mlp_norm, x, y)
             return (x + y if adds else (x, y)), new
 
     @property
@@ -99,6 +101,8 @@ class Block(nn.Module):
         if norm is not None and self.norms_after:
             found = part(x, *given, **options)
             return x, (norm(found[0]), found[1]) if isinstance(found, tuple) else norm(found)
+        if x.is_cpu and norm is not None and branch is None:
+            return x, part(norm(x), *given, **options)
         x, n, known = normed(norm, x, branch, part)
         with known:
             return x, part(n, *given, **options)

@@ -215,7 +215,7 @@ class LinearMixer(DecayGate, HasMemory):
         position = packing.positions(state.get("position"), x.device)
         g, key, gain, new = None, None, None, {}
         qkv = self.qkv_proj(x)
-        token = self.one_kernel and self.decodes(qkv, state, packing)
+        token = not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing)
         law = self.decay if token and self.decay is not None and self.decay.leaves_law else None
         if self.decay is not None and law is None:
             f = self.decay_input(x)
@@ -240,16 +240,12 @@ class LinearMixer(DecayGate, HasMemory):
                 qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing, units=units)
             q, k, v = self.heads(qkv, key, position, units is not None, packing.kept)
             o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
-        return self.output(o.to(ROOMY[x.dtype]), x), new | memory
-
-    def output(self, o: Tensor, x: Tensor) -> Tensor:
-        """The output `[B, T, D]` of `o [B, T, H, V]` and the input x, with its gate."""
-        if is_watched(self.gate):
+        o, new = o.to(ROOMY[x.dtype]), new | memory
+        if x.is_cpu or is_watched(self.gate):
             y = self.gate(o, x)
-            return self.out_proj(y.half() if x.dtype == torch.float16 else y)
-        return map_of_gated(
-            self.gate.norm, o.flatten(-2) if self.gate.over_all else o, self.gate.logits(x), self.out_proj
-        )
+            return self.out_proj(y.half() if x.dtype == torch.float16 else y), new
+        o = o.flatten(-2) if self.gate.over_all else o
+        return map_of_gated(self.gate.norm, o, self.gate.logits(x), self.out_proj, x.dtype), new
 
     @property
     def one_kernel(self) -> bool:
