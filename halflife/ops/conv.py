@@ -18,12 +18,12 @@ from halflife.ops.arguments import dense, is_transformed
 from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import Call
+from halflife.ops.fused import unit
 from halflife.ops.spec import define
 from halflife.packing import Packing
 from halflife.precision import compute_dtype
 
 ACTIVATIONS = {"silu": F.silu, None: lambda y: y}
-EPS = 1e-6  # of unit vectors, as in `fused.l2_normalize`
 
 define(
     "causal_conv1d", x="B T D", weight="D W", bias="D | None", state="N D W-1", wide=False,
@@ -101,9 +101,8 @@ def _triton(call: Call) -> tuple[Tensor, Tensor]:
 def _with_units(y: Tensor, call: Call) -> Tensor:
     """The outputs, those of `unit` divided by their norms."""
     channels, size = call.options["unit"]
-    vectors = y[..., :channels].unflatten(-1, (-1, size)).to(compute_dtype(y))
-    vectors = vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPS)
-    return torch.cat([vectors.flatten(-2).to(y.dtype), y[..., channels:]], -1)
+    vectors = unit(y[..., :channels].unflatten(-1, (-1, size)))
+    return torch.cat([vectors.flatten(-2), y[..., channels:]], -1)
 
 
 def _why_not_triton(op: str, device: torch.device, call: Call | None = None) -> str | None:

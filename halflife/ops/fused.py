@@ -193,7 +193,8 @@ def l2_normalize(x: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
     return run_pass("l2_normalize", backend, (x,), eps)
 
 
-def _l2_normalize(x: Tensor, eps: float) -> Tensor:
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """The expression of `l2_normalize`."""
     wide = x.to(compute_dtype(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -204,7 +205,7 @@ def _fused_l2_normalize(x: Tensor, eps: float, op: Any = native.op) -> Tensor:
 
 
 define("l2_normalize", x="... D", settings={"eps": 1e-6})
-_pass("l2_normalize", _l2_normalize, _fused_l2_normalize, 1)
+_pass("l2_normalize", unit, _fused_l2_normalize, 1)
 
 
 def swiglu(a: Tensor, b: Tensor, backend: str = "auto") -> Tensor:

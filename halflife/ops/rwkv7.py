@@ -14,20 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.backends.dispatch import implements, run_gpu_pass
 from halflife.ops.fused import l2_normalize, why_not_triton
 from halflife.ops.spec import define
 from halflife.precision import ROOMY, product_dtype
 
 MIXTURES = 6  # of a Triton kernel, all in one program
-
-
-def _run(op: str, plain: Callable[..., Any], backend: str, tensors: Sequence[Tensor | None], *settings: Any) -> Any:
-    """As `run_pass`; on a CPU, which has no kernel of these, "auto" is the expression at once."""
-    first: Any = tensors[0]
-    if first.is_cpu and backend == "auto":
-        return plain(*tensors, *settings)
-    return run_pass(op, backend, tensors, *settings)
 
 
 def _expressed(op: str, expression: Callable[..., Any]) -> None:
@@ -49,7 +41,7 @@ def token_mix(
         last: whether to return a copy of the last token of each row too, `[B, D]`. Then T ≥ 1.
         backend: see the top of the module.
     """
-    return _run("token_mix", _token_mix, backend, (x, before, *mu), last)
+    return run_gpu_pass("token_mix", _token_mix, backend, (x, before, *mu), last)
 
 
 def _token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -98,7 +90,7 @@ def rwkv7_keys(
 
     Source: Peng et al. 2025, "RWKV-7".
     """
-    return _run("rwkv7_keys", _keys, backend, (key, rate, r, bias, unit, change, bonus), dtype)
+    return run_gpu_pass("rwkv7_keys", _keys, backend, (key, rate, r, bias, unit, change, bonus), dtype)
 
 
 def _keys(
@@ -150,7 +142,7 @@ def rwkv7_output(
         dtype: that of the result; None for what the expression gives.
         backend: see `halflife.ops.fused`.
     """
-    return _run("rwkv7_output", _output, backend, (o, s, v, gate, weight, bias), eps, dtype)
+    return run_gpu_pass("rwkv7_output", _output, backend, (o, s, v, gate, weight, bias), eps, dtype)
 
 
 def _output(
@@ -182,7 +174,7 @@ def rwkv7_values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor, backend: 
         bias: `[H, V]`.
         backend: see `halflife.ops.fused`.
     """
-    return _run("rwkv7_values", _values, backend, (v, first, rate, bias))
+    return run_gpu_pass("rwkv7_values", _values, backend, (v, first, rate, bias))
 
 
 def _values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
@@ -191,7 +183,7 @@ def _values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
 
 def relu_square(x: Tensor, backend: str = "auto") -> Tensor:
     """`relu(x)²`, between the two maps of RWKV-7's channel mix."""
-    return _run("relu_square", _relu_square, backend, (x,))
+    return run_gpu_pass("relu_square", _relu_square, backend, (x,))
 
 
 def _relu_square(x: Tensor) -> Tensor:

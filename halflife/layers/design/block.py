@@ -269,13 +269,9 @@ class LinearMixer(DecayGate, HasMemory):
         return self.memory(x, token, None, None, g, beta, state, packing, **self.op_options)
 
     def heads(
-        self,
-        qkv: Tensor,
-        shared_key: Tensor | None,
-        position: Tensor,
-        normed: bool = False,
+        self, qkv: Tensor, shared_key: Tensor | None, position: Tensor, normed: bool = False,
         kept: dict[Any, Any] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
 
         Queries and keys are activated, normalised and encoded (2 K channels under LRPE).

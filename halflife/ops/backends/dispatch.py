@@ -230,6 +230,16 @@ def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings:
     return implementation(*tensors, *settings)
 
 
+def run_gpu_pass(
+    op: str, plain: Callable[..., Any], backend: str, tensors: Sequence[Tensor | None], *settings: Any
+) -> Any:
+    """As `run_pass`, for a pass without a kernel for CPUs: there "auto" is its expression `plain` at once."""
+    first: Any = tensors[0]
+    if first.is_cpu and backend == "auto":
+        return plain(*tensors, *settings)
+    return run_pass(op, backend, tensors, *settings)
+
+
 def beside(backend: str) -> str:
     """The backend of the norms, gates and convolutions of a layer whose op on a state runs by `backend`.
 

@@ -15,20 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.backends.dispatch import implements, run_gpu_pass
 from halflife.ops.chunked.layout import make_layout
 from halflife.ops.fused import turned
 from halflife.ops.spec import define
 from halflife.packing import Packing
 from halflife.precision import compute_dtype, wide
-
-
-def _run(op: str, plain: Any, backend: str, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
-    """As `run_pass`; on a CPU, which has no kernel of these, "auto" is the expression at once."""
-    first: Any = tensors[0]
-    return (
-        plain(*tensors, *settings) if first.is_cpu and backend == "auto" else run_pass(op, backend, tensors, *settings)
-    )
 
 
 def _packed(packing: Packing | None, x: Tensor) -> Packing:
@@ -53,7 +45,7 @@ def running_angles(
     Returns:
         φ `[B, T, H, P]`, and that of the last token of each sequence, `[N, H, P]` in float64.
     """
-    return _run("running_angles", _angles, backend, (step, rate, first), bounded, packing)
+    return run_gpu_pass("running_angles", _angles, backend, (step, rate, first), bounded, packing)
 
 
 def _angles(
@@ -114,7 +106,7 @@ def trapezoid_weights(
     Returns:
         Both `[B, T, H]`, and λ Δ of the last token of each sequence, `[N, H]`.
     """
-    return _run("trapezoid_weights", _weights, backend, (g, step, share, first), packing)
+    return run_gpu_pass("trapezoid_weights", _weights, backend, (g, step, share, first), packing)
 
 
 def _weights(
@@ -155,7 +147,7 @@ def trapezoid_keys(
         each token with itself `[B, T, H]`, key and value of the last token of each sequence, and k if asked for.
     """
     parameters = (*(query or (None, None)), *(key or (None, None)))
-    return _run("trapezoid_keys", _keys, backend, (c, b, v, angle, *parameters, *first), eps, whole, packing)
+    return run_gpu_pass("trapezoid_keys", _keys, backend, (c, b, v, angle, *parameters, *first), eps, whole, packing)
 
 
 def _keys(
@@ -207,7 +199,7 @@ def trapezoid_output(
     Returns:
         `[B, T, H·V]`, in the dtype of o.
     """
-    return _run("trapezoid_output", _output, backend, (o, v, dot, gain, skip, z))
+    return run_gpu_pass("trapezoid_output", _output, backend, (o, v, dot, gain, skip, z))
 
 
 def _output(o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None, z: Tensor | None) -> Tensor:

@@ -94,20 +94,9 @@ def _names(dtypes) -> str:
 def load() -> None:
     """Import the kernels and declare their ops."""
     passes = (
-        "convolution",
-        "norms",
-        "products",
-        "mixing",
-        "keys",
-        "outputs",
-        "token",
-        "maps",
-        "attend",
-        "cross_entropy",
-        "angles",
-        "weights",
-        "trapezoid",
-    )
+        "convolution", "norms", "products", "mixing", "keys", "outputs", "token", "maps", "attend", "cross_entropy",
+        "angles", "weights", "trapezoid",
+    )  # fmt: skip
     names = ("op", "step", "laws", "post", "koopman", "koopman_sums", *(f"passes.{name}" for name in passes))
     for name in names:
         importlib.import_module(f"halflife.ops.backends.triton.{name}")

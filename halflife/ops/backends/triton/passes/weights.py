@@ -38,33 +38,10 @@ def _ended(step, share, rows, cols, inside, H, l_t):
 
 @triton.jit
 @no_type_check
-def _weights_kernel(
-    g, step, share, first, cu_seqlens, weight, gain, last, rows_all, T, N, steps, H, l_t,
-    BR: tl.constexpr, BC: tl.constexpr,
+def _written(
+    g, step, share, first, cu_seqlens, rows_all, T, N, steps, H, l_t, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    cols = tl.arange(0, BC)
-    inside = (rows < rows_all)[:, None] & (cols < H)[None, :]
-    n, begins, ends = neighbours(rows, cu_seqlens, N, T, rows_all, steps)
-    place = rows.to(tl.int64)[:, None] * H + cols[None, :]
-    of_state = n.to(tl.int64)[:, None] * H + cols[None, :]
-    end, size = _ended(step, share, rows, cols, inside, H, l_t)
-    end_before, size_before = _ended(step, share, rows - 1, cols, inside & (begins == 0)[:, None], H, l_t)
-    before = end_before * size_before
-    if first is not None:
-        before += tl.load(first + of_state, mask=inside & begins[:, None], other=0.0).to(tl.float32)
-    decay = tl.exp(tl.load(g + place, mask=inside, other=0.0).to(tl.float32))
-    tl.store(weight + place, decay * (before + (1 - end) * size), mask=inside)
-    tl.store(gain + place, end * size, mask=inside)
-    tl.store(last + of_state, end * size, mask=inside & ends[:, None])
-
-
-@triton.jit
-@no_type_check
-def _weights_back_kernel(
-    g, step, share, first, cu_seqlens, dweight, dgain, dlast, dg, dstep, dshare, dfirst, rows_all, T, N, steps, H, l_t,
-    BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    """Return e^g, λ, Δ and λ Δ of the token before, `[R, H]`, with what places them: see the kernels."""
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     cols = tl.arange(0, BC)
     inside = (rows < rows_all)[:, None] & (cols < H)[None, :]
@@ -78,6 +55,32 @@ def _weights_back_kernel(
     if first is not None:
         before += tl.load(first + of_state, mask=starts, other=0.0).to(tl.float32)
     decay = tl.exp(tl.load(g + place, mask=inside, other=0.0).to(tl.float32))
+    return decay, end, size, before, place, of_state, inside, starts, ends
+
+
+@triton.jit
+@no_type_check
+def _weights_kernel(
+    g, step, share, first, cu_seqlens, weight, gain, last, rows_all, T, N, steps, H, l_t,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    decay, end, size, before, place, of_state, inside, _, ends = _written(
+        g, step, share, first, cu_seqlens, rows_all, T, N, steps, H, l_t, BR, BC
+    )
+    tl.store(weight + place, decay * (before + (1 - end) * size), mask=inside)
+    tl.store(gain + place, end * size, mask=inside)
+    tl.store(last + of_state, end * size, mask=inside & ends[:, None])
+
+
+@triton.jit
+@no_type_check
+def _weights_back_kernel(
+    g, step, share, first, cu_seqlens, dweight, dgain, dlast, dg, dstep, dshare, dfirst, rows_all, T, N, steps, H, l_t,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    decay, end, size, before, place, of_state, inside, starts, ends = _written(
+        g, step, share, first, cu_seqlens, rows_all, T, N, steps, H, l_t, BR, BC
+    )
     own = decay * tl.load(dweight + place, mask=inside, other=0.0)
     follows = inside & (ends == 0)[:, None]
     later = tl.exp(tl.load(g + place + H, mask=follows, other=0.0).to(tl.float32))
