@@ -36,67 +36,43 @@ class Quantiles(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadDecays(Quantiles):
-    """The decays λ = e^g of one head on a text, with quantiles of λ over tokens and channels.
+    """The decays λ = e^g of one head on a text, with quantiles of λ over tokens and channels."""
 
-    Attributes:
-        erased: the fraction of λ below ½, without the first token of each sequence.
-        horizon: the lag in tokens at which a write has faded to 1/e, see `measure_decays`.
-    """
-
-    erased: float
-    horizon: float
+    erased: float  # the fraction of λ below ½, without the first token of each sequence
+    horizon: float  # the lag in tokens at which a write has faded to 1/e, see `measure_decays`
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateDecays(Quantiles):
-    """The decays λ = e^g of one state of a layer on a text, with quantiles of λ over tokens, heads and channels.
+    """The decays λ = e^g of one state of a layer on a text, with quantiles of λ over tokens, heads and channels."""
 
-    Attributes:
-        mean: the mean of λ.
-        half_life: the half-life at the median, in tokens.
-        slowest_half_life: the half-life of the slowest channel, in tokens, from the mean of its log-decays over time.
-            Rare resets shorten it too. The first token of a sequence has nothing to forget and does not count.
-        erased: the fraction of λ below ½, without first tokens.
-        horizon: the longest horizon of all heads, in tokens. It is infinite if it lies beyond `longest_lag`.
-        longest_lag: the longest lag at which fading is measured, in tokens.
-        rates: the mean of −g over time of each channel, `[H · K]`, in 1 / token.
-        heads: the same for each head.
-    """
-
-    mean: float
-    half_life: float
+    mean: float  # the mean of λ
+    half_life: float  # the half-life at the median, in tokens
+    # the half-life of the slowest channel, in tokens, from the mean of its log-decays over time. Rare resets shorten it
+    # too. The first token of a sequence has nothing to forget and does not count.
     slowest_half_life: float
-    erased: float
-    horizon: float
-    longest_lag: int
-    rates: list[float]
-    heads: list[HeadDecays]
+    erased: float  # the fraction of λ below ½, without first tokens
+    horizon: float  # the longest horizon of all heads, in tokens. It is infinite if it lies beyond `longest_lag`.
+    longest_lag: int  # the longest lag at which fading is measured, in tokens
+    rates: list[float]  # the mean of −g over time of each channel, `[H · K]`, in 1 / token
+    heads: list[HeadDecays]  # the same for each head
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowStateDecays(StateDecays):
-    """The decays of GateRank's slow state alone.
+    """The decays of GateRank's slow state alone."""
 
-    Attributes:
-        resets: the fraction of tokens that reset.
-    """
-
-    resets: float
+    resets: float  # the fraction of tokens that reset
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDecays(StateDecays):
-    """The decays of a layer. Under GateRank these are the decays of the fast state, with horizons of both states.
+    """The decays of a layer. Under GateRank these are the decays of the fast state, with horizons of both states."""
 
-    Attributes:
-        layer: the index of the layer, from 0.
-        fast_horizons: under GateRank, the horizon of the fast state alone for each head, in tokens.
-        slow: under GateRank, the decays of the slow state.
-    """
-
-    layer: int
+    layer: int  # the index of the layer, from 0
+    # under GateRank, the horizon of the fast state alone for each head, in tokens
     fast_horizons: list[float] | None = None
-    slow: SlowStateDecays | None = None
+    slow: SlowStateDecays | None = None  # under GateRank, the decays of the slow state
 
 
 @torch.no_grad()

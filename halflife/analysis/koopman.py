@@ -20,19 +20,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Operator:
-    """The statistics of some tokens, and the matrices that follow from them.
+    """The statistics of some tokens, and the matrices that follow from them."""
 
-    Attributes:
-        gram: G = Σ z zᵀ `[…, R, R]`.
-        transition: M = Σ z_t z_{t−1}ᵀ `[…, R, R]`.
-        values: C = Σ v zᵀ `[…, P, R]`.
-        ridge: ε m² `[…]`.
-    """
-
-    gram: Tensor
-    transition: Tensor
-    values: Tensor
-    ridge: Tensor
+    gram: Tensor  # G = Σ z zᵀ `[…, R, R]`
+    transition: Tensor  # M = Σ z_t z_{t−1}ᵀ `[…, R, R]`
+    values: Tensor  # C = Σ v zᵀ `[…, P, R]`
+    ridge: Tensor  # ε m² `[…]`
 
     def __post_init__(self) -> None:
         for name in ("gram", "transition", "values", "ridge"):

@@ -22,59 +22,39 @@ LIMIT_ERROR = 1e-5  # relative float32 error of a time-scale that equals a limit
 
 @dataclass(frozen=True)
 class Spectrum(Record):
-    """The time-scales of a layer's channels at a position, or on a text.
+    """The time-scales of a layer's channels at a position, or on a text."""
 
-    Attributes:
-        timescales: the tokens in which each channel decays by 1/e, `[N]`.
-        modes: the effective number of distinct time-scales, from 1 to N (`effective_modes`).
-        too_slow: the fraction of channels with a time-scale beyond the position t. These channels have forgotten
-            nothing at t, they sum up all their inputs. PoST, Prop. 4.9, counts the others as N log t / log T.
-        too_fast: the fraction of channels with a time-scale below 1 token.
-    """
-
-    timescales: list[float]
-    modes: float
+    timescales: list[float]  # the tokens in which each channel decays by 1/e, `[N]`
+    modes: float  # the effective number of distinct time-scales, from 1 to N (`effective_modes`)
+    # the fraction of channels with a time-scale beyond the position t. These channels have forgotten nothing at t, they
+    # sum up all their inputs. PoST, Prop. 4.9, counts the others as N log t / log T.
     too_slow: float
-    too_fast: float
+    too_fast: float  # the fraction of channels with a time-scale below 1 token
 
 
 @dataclass(frozen=True)
 class Taper(Record):
-    """PoST's taper after training.
+    """PoST's taper after training."""
 
-    Attributes:
-        learned: α_k, `[N]`.
-        ideal: (N−k)/(N−1), `[N]`.
-        deviation: the largest difference d of the two.
-        slack: the least ε for which the paper's `spectra.taper_bound` allows all differences, `d / (2q + d)` with
-            q = (N−k)/(N−1). It says how uneven the information of octaves would have to be for this taper to be best.
-        sharp_slack: the same for the sharp bound, `d / (2q (1−q) + d (1 − 2 min(q, 1−q)))`.
-    """
-
-    learned: list[float]
-    ideal: list[float]
-    deviation: float
+    learned: list[float]  # α_k, `[N]`
+    ideal: list[float]  # (N−k)/(N−1), `[N]`
+    deviation: float  # the largest difference d of the two
+    # the least ε for which the paper's `spectra.taper_bound` allows all differences, `d / (2q + d)` with q =
+    # (N−k)/(N−1). It says how uneven the information of octaves would have to be for this taper to be best.
     slack: float
-    sharp_slack: float
+    sharp_slack: float  # the same for the sharp bound, `d / (2q (1−q) + d (1 − 2 min(q, 1−q)))`
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpectrum(Record):
-    """The spectra of a layer. In `to_dict` the fields of `decays` stand beside the others.
+    """The spectra of a layer. In `to_dict` the fields of `decays` stand beside the others."""
 
-    Attributes:
-        layer: the index of the layer, from 0.
-        num_heads: H.
-        decays: what `measure_decays` gives for this layer. None without a text.
-        taper: PoST's taper. None without PoST, or if its time-scales are not stretched.
-        spectra: position (as a string) → the base spectrum there. With a text also "text" and, under GateRank, "slow
-            text": the spectrum of the channels' mean rates on the text, at the text's length.
-    """
-
-    layer: int
-    num_heads: int
-    decays: LayerDecays | None = None
-    taper: Taper | None = None
+    layer: int  # the index of the layer, from 0
+    num_heads: int  # H
+    decays: LayerDecays | None = None  # what `measure_decays` gives for this layer. None without a text.
+    taper: Taper | None = None  # PoST's taper. None without PoST, or if its time-scales are not stretched.
+    # position (as a string) → the base spectrum there. With a text also "text" and, under GateRank, "slow text": the
+    # spectrum of the channels' mean rates on the text, at the text's length.
     spectra: dict[str, Spectrum] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,15 +65,10 @@ class LayerSpectrum(Record):
 
 @dataclass(frozen=True)
 class ModelSpectrum(Record):
-    """The spectra of all layers with a decay.
+    """The spectra of all layers with a decay."""
 
-    Attributes:
-        positions: the positions of the base spectra.
-        layers: one entry for each layer with a decay. It is empty for a model without a decay.
-    """
-
-    positions: list[int]
-    layers: list[LayerSpectrum]
+    positions: list[int]  # the positions of the base spectra
+    layers: list[LayerSpectrum]  # one entry for each layer with a decay. It is empty for a model without a decay.
 
 
 def model_spectrum(

@@ -31,61 +31,40 @@ class HeadOperator(Quantiles):
 
     Modes are eigenvalues λ of A_w. After the filter they are those of Â = γ A_w. Fractions are NaN if the text is
     shorter than a chunk.
-
-    Attributes:
-        head: the index of the head, from 0.
-        sigma_max: σ_max(A_w).
-        condition: κ(G̃).
-        unexplained: the fraction of Σ ‖v‖² that ridge regression leaves.
-        filter_bias: what the filter adds to the loss of ridge regression, as a fraction of Σ ‖v‖².
-        linear_distance: the distance to linear attention, see `koopman.linear_distance`.
-        persistent: the number of persistent modes of Â, see `koopman.modes`.
-        kept_2: the mean of |γλ|², what a filter of K = 2 keeps.
-        gamma, mix, eta: the layer's γ, μ and η for this head.
-        eigenvalues: the eigenvalues of A_w in the first sequence, `[R]` pairs [real, imaginary].
     """
 
-    head: int
-    sigma_max: float
-    condition: float
-    unexplained: float
-    filter_bias: float
-    linear_distance: float
-    persistent: float
-    kept_2: float
+    head: int  # the index of the head, from 0
+    sigma_max: float  # σ_max(A_w)
+    condition: float  # κ(G̃)
+    unexplained: float  # the fraction of Σ ‖v‖² that ridge regression leaves
+    filter_bias: float  # what the filter adds to the loss of ridge regression, as a fraction of Σ ‖v‖²
+    linear_distance: float  # the distance to linear attention, see `koopman.linear_distance`
+    persistent: float  # the number of persistent modes of Â, see `koopman.modes`
+    kept_2: float  # the mean of |γλ|², what a filter of K = 2 keeps
+    # gamma, mix, eta: the layer's γ, μ and η for this head
     gamma: float
     mix: float
     eta: float
-    eigenvalues: list[list[float]]
+    eigenvalues: list[list[float]]  # the eigenvalues of A_w in the first sequence, `[R]` pairs [real, imaginary]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOperators(Record):
-    """The operators of one SKA layer.
+    """The operators of one SKA layer."""
 
-    Attributes:
-        layer: the index of the layer, from 0.
-        tokens: the number of tokens that the operators are made of. It is 0 if the text is shorter than a chunk.
-        rank, width: R and P, the sizes of a key and of a value.
-        power, ridge: the filter's power K, and ε.
-        chunk_size: the tokens of a chunk, 1 if the operator is refreshed at every token.
-        retries: the number of operators whose factorisation was repeated with a larger ridge while reading.
-        state_size: the numbers in the state of a head, see `evaluation.memory.ska_state_size`.
-        crossover: the length in tokens beyond which a cache of keys and values is larger than this state.
-        heads: one entry for each head.
-    """
-
-    layer: int
-    tokens: int
+    layer: int  # the index of the layer, from 0
+    tokens: int  # the number of tokens that the operators are made of. It is 0 if the text is shorter than a chunk.
+    # rank, width: R and P, the sizes of a key and of a value
     rank: int
     width: int
+    # power, ridge: the filter's power K, and ε
     power: int
     ridge: float
-    chunk_size: int
-    retries: int
-    state_size: int
-    crossover: float
-    heads: list[HeadOperator]
+    chunk_size: int  # the tokens of a chunk, 1 if the operator is refreshed at every token
+    retries: int  # the number of operators whose factorisation was repeated with a larger ridge while reading
+    state_size: int  # the numbers in the state of a head, see `evaluation.memory.ska_state_size`
+    crossover: float  # the length in tokens beyond which a cache of keys and values is larger than this state
+    heads: list[HeadOperator]  # one entry for each head
 
 
 @torch.no_grad()

@@ -23,37 +23,27 @@ NUDGE = 1e-4  # size of a perturbation of the state, relative to the root mean s
 
 @dataclass(frozen=True, kw_only=True)
 class PositionStability(Record):
-    """How a disturbance of the state at a position t goes on.
+    """How a disturbance of the state at a position t goes on."""
 
-    Attributes:
-        position: t, from 1.
-        step: the largest singular value of ∂S_t / ∂S_{t−1} of a layer with given inputs. This Jacobian is diagonal, so
-            it is the largest λ of all channels.
-        octave: the same of ∂S_{2t} / ∂S_t, the largest product of λ from t + 1 to 2t. Both are means over texts, in the
-            layer where they are largest.
-        response: what is left at 2t of a small relative disturbance of all states at t, relative to the states, in the
-            whole model, where a layer also disturbs the inputs of later ones.
-    """
-
-    position: int
+    position: int  # t, from 1
+    # the largest singular value of ∂S_t / ∂S_{t−1} of a layer with given inputs. This Jacobian is diagonal, so it is
+    # the largest λ of all channels.
     step: float
+    # the same of ∂S_{2t} / ∂S_t, the largest product of λ from t + 1 to 2t. Both are means over texts, in the layer
+    # where they are largest.
     octave: float
+    # what is left at 2t of a small relative disturbance of all states at t, relative to the states, in the whole model,
+    # where a layer also disturbs the inputs of later ones
     response: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNorms(Record):
-    """Norms of the gradient of the mean loss of a task.
+    """Norms of the gradient of the mean loss of a task."""
 
-    Attributes:
-        length: tokens of a text.
-        parameters: over all parameters but the embedding.
-        facts: of the embeddings of the tokens that hold the facts, as the root mean square over texts.
-    """
-
-    length: int
-    parameters: float
-    facts: float
+    length: int  # tokens of a text
+    parameters: float  # over all parameters but the embedding
+    facts: float  # of the embeddings of the tokens that hold the facts, as the root mean square over texts
 
 
 @torch.no_grad()

@@ -34,39 +34,30 @@ from halflife.tasks.base import SPLITS
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """The text, its tokenizer, and how it is cut into batches.
+    """The text, its tokenizer, and how it is cut into batches."""
 
-    Attributes:
-        sources: files, folders, globs, or data sets of the Hugging Face Hub (see `halflife.data.documents`).
-        tokenizer: "bytes", "bytes+eos", or one of Hugging Face by name or folder.
-        context: tokens of a row.
-        mode: "packed" (no state crosses from one document into the next), "concatenated" or "continued" (each row goes
-            on where a row of the step before ended).
-        field: the field of the text in records of `.jsonl`, `.parquet` and data sets of the hub.
-        fractions: shares of the documents that are held out for validation and for the test.
-        strict: whether bytes that are not UTF-8 are an error for tokenizers of characters; otherwise a warning counts
-            them.
-        cache_dir: folder of the cached tokens; None for `$HALFLIFE_CACHE`, or `~/.cache/halflife`.
-        seed: determines the order of batches.
-        tokens: training tokens that are wanted. Of a data set of the hub only as much is read; files are read whole.
-            None reads data sets whole, too.
-        weights: the share of each source among the training rows (they need not sum to 1). Without weights the sources
-            are one text.
-        files: for each source its files, as `Corpus.open` found them; none for `hf:` and `python:`. A run saves them,
-            so that a file which is added to a folder later does not change its text. Without them they are looked for.
-    """
-
+    # files, folders, globs, or data sets of the Hugging Face Hub (see `halflife.data.documents`)
     sources: tuple[str | Path, ...]
-    tokenizer: str = "bytes"
-    context: int = 1024
+    tokenizer: str = "bytes"  # "bytes", "bytes+eos", or one of Hugging Face by name or folder
+    context: int = 1024  # tokens of a row
+    # "packed" (no state crosses from one document into the next), "concatenated" or "continued" (each row goes on where
+    # a row of the step before ended)
     mode: str = "packed"
-    field: str = "text"
+    field: str = "text"  # the field of the text in records of `.jsonl`, `.parquet` and data sets of the hub
+    # shares of the documents that are held out for validation and for the test
     fractions: tuple[float, float] = (0.01, 0.0)
+    # whether bytes that are not UTF-8 are an error for tokenizers of characters; otherwise a warning counts them
     strict: bool = False
-    cache_dir: Path | None = None
-    seed: int = 0
+    cache_dir: Path | None = None  # folder of the cached tokens; None for `$HALFLIFE_CACHE`, or `~/.cache/halflife`
+    seed: int = 0  # determines the order of batches
+    # training tokens that are wanted. Of a data set of the hub only as much is read; files are read whole. None reads
+    # data sets whole, too.
     tokens: int | None = None
+    # the share of each source among the training rows (they need not sum to 1). Without weights the sources are one
+    # text.
     weights: tuple[float, ...] = ()
+    # for each source its files, as `Corpus.open` found them; none for `hf:` and `python:`. A run saves them, so that a
+    # file which is added to a folder later does not change its text. Without them they are looked for.
     files: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:

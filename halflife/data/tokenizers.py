@@ -35,19 +35,12 @@ def unit_of(name: str) -> str:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The interface of a tokenizer that a corpus needs.
+    """The interface of a tokenizer that a corpus needs."""
 
-    Attributes:
-        name: argument of `load_tokenizer`.
-        vocab_size: ids lie in [0, vocab_size).
-        eos: the id that ends a document, or None.
-        reads_text: whether it reads characters, so that bytes that are not UTF-8 are lost.
-    """
-
-    name: str
-    vocab_size: int
-    eos: int | None
-    reads_text: bool
+    name: str  # argument of `load_tokenizer`
+    vocab_size: int  # ids lie in [0, vocab_size)
+    eos: int | None  # the id that ends a document, or None
+    reads_text: bool  # whether it reads characters, so that bytes that are not UTF-8 are lost
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Token ids `[T]` of a text, int64. Special tokens are neither added nor recognised in the text."""

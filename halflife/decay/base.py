@@ -25,16 +25,11 @@ GRANULARITIES = ("scalar", "vector")
 
 
 class DecayParts(NamedTuple):
-    """Log-decays with the factors in them by which layers also scale what they write.
+    """Log-decays with the factors in them by which layers also scale what they write."""
 
-    Attributes:
-        g: log-decays; `Unevaluated`, if so asked for.
-        step: the step size (`Decay.step_size`), or None if the strategy has none or it was not asked for.
-        log_stretch: computes the logarithm of PoST's factor on g (`PoST.log_stretch`); None without PoST.
-    """
-
-    g: Any
-    step: Tensor | None
+    g: Any  # log-decays; `Unevaluated`, if so asked for
+    step: Tensor | None  # the step size (`Decay.step_size`), or None if the strategy has none or it was not asked for
+    # computes the logarithm of PoST's factor on g (`PoST.log_stretch`); None without PoST
     log_stretch: Callable[[], Tensor] | None
 
 

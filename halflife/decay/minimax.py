@@ -38,23 +38,15 @@ FASTEST_RATE = 700  # largest rate; e^{−r} is 0 beyond it
 
 
 class Fit(NamedTuple):
-    """The best approximation of t^{−β} with given rates.
+    """The best approximation of t^{−β} with given rates."""
 
-    Attributes:
-        error: the largest error of these weights.
-        lower: a lower bound on the error of all weights in the numerical span of the exponentials.
-        weights: w_k `[N]`.
-        positions: the grid `[M]`.
-        residual: `t^{−β} − Σ_k w_k e^{−r_k t}` on the grid `[M]`.
-        rank: dimension of the numerical span in float64. If it is less than N, weights too large for float64 might give
-            a smaller error.
-    """
-
-    error: float
-    lower: float
-    weights: Tensor
-    positions: Tensor
-    residual: Tensor
+    error: float  # the largest error of these weights
+    lower: float  # a lower bound on the error of all weights in the numerical span of the exponentials
+    weights: Tensor  # w_k `[N]`
+    positions: Tensor  # the grid `[M]`
+    residual: Tensor  # `t^{−β} − Σ_k w_k e^{−r_k t}` on the grid `[M]`
+    # dimension of the numerical span in float64. If it is less than N, weights too large for float64 might give a
+    # smaller error.
     rank: int
 
 

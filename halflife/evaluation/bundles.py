@@ -16,17 +16,11 @@ ACC, NORM = "acc", "acc_norm"
 
 @dataclass(frozen=True)
 class Bundle:
-    """A set of tasks.
+    """A set of tasks."""
 
-    Attributes:
-        source: the paper's table.
-        metrics: task → the metric that enters the average of accuracies; None for none.
-        lengths: lengths in tokens, for tasks that are made at a length.
-    """
-
-    source: str
-    metrics: Mapping[str, str | None]
-    lengths: tuple[int, ...] = ()
+    source: str  # the paper's table
+    metrics: Mapping[str, str | None]  # task → the metric that enters the average of accuracies; None for none
+    lengths: tuple[int, ...] = ()  # lengths in tokens, for tasks that are made at a length
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -68,17 +68,11 @@ def perplexity(losses: Tensor, length: int) -> float:
 
 
 class DocumentLoss(NamedTuple):
-    """The summed loss of documents.
+    """The summed loss of documents."""
 
-    Attributes:
-        nats: loss of all tokens except the first of each document.
-        tokens: number of those tokens.
-        documents: number of documents with at least one token.
-    """
-
-    nats: float
-    tokens: int
-    documents: int
+    nats: float  # loss of all tokens except the first of each document
+    tokens: int  # number of those tokens
+    documents: int  # number of documents with at least one token
 
 
 def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:

@@ -78,17 +78,11 @@ class StateSize:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The size of one tensor of a layer's state.
+    """The size of one tensor of a layer's state."""
 
-    Attributes:
-        shape: shape after the first token.
-        numbers: number of its elements.
-        itemsize: bytes of an element.
-    """
-
-    shape: tuple[int, ...]
-    numbers: StateSize
-    itemsize: int
+    shape: tuple[int, ...]  # shape after the first token
+    numbers: StateSize  # number of its elements
+    itemsize: int  # bytes of an element
 
     @property
     def bytes(self) -> StateSize:
@@ -97,17 +91,12 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class LayerState:
-    """The size of the state of one kind of layer.
+    """The size of the state of one kind of layer."""
 
-    Attributes:
-        mixer: name of the mixer.
-        layers: indices, from 0, of the layers of this kind; "embedding" for the Toeplitz layer after the embedding.
-        tensors: the state's tensors by name, without counters.
-    """
-
-    mixer: str
+    mixer: str  # name of the mixer
+    # indices, from 0, of the layers of this kind; "embedding" for the Toeplitz layer after the embedding
     layers: tuple[int | str, ...]
-    tensors: dict[str, StateTensor]
+    tensors: dict[str, StateTensor]  # the state's tensors by name, without counters
 
     @property
     def bytes(self) -> StateSize:

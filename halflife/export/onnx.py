@@ -32,18 +32,12 @@ DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: _hypot}
 
 @dataclass(frozen=True)
 class Written:
-    """A graph that was written and checked.
-
-    Attributes:
-        tokens: tokens of a piece.
-        form: "step" for one token; "chunked", or "token loop" where a graph or ONNX cannot express a chunked form.
-        difference: largest difference of logits and states from the model's, relative to the largest entry of each.
-    """
+    """A graph that was written and checked."""
 
     path: Path
-    tokens: int
-    form: str
-    difference: float
+    tokens: int  # tokens of a piece
+    form: str  # "step" for one token; "chunked", or "token loop" where a graph or ONNX cannot express a chunked form
+    difference: float  # largest difference of logits and states from the model's, relative to the largest entry of each
 
 
 def write_onnx(

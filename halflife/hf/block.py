@@ -14,13 +14,9 @@ from halflife.packing import Packing
 
 
 class _Names:
-    """The names of the tensors that stand, in this order, in one flat tuple.
+    """The names of the tensors that stand, in this order, in one flat tuple."""
 
-    Attributes:
-        after: the names of the results, which the block writes here. Hooks of accelerate copy lists and dicts.
-    """
-
-    after: _Names
+    after: _Names  # the names of the results, which the block writes here. Hooks of accelerate copy lists and dicts.
 
     def __init__(self, state: State | None, shared: Shared) -> None:
         self.state, self.shared = None if state is None else [*state], [*shared]

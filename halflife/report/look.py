@@ -28,17 +28,11 @@ REPORT = f'<p class="hint">The curves of all models are in <a href="{REPORT_HTML
 
 @dataclass(frozen=True)
 class Look(Lens):
-    """A lens that shows itself in notebooks, and that `save` writes as a page.
+    """A lens that shows itself in notebooks, and that `save` writes as a page."""
 
-    Attributes:
-        tokens: what is written for each token.
-        title: the title of the page.
-        pairs: the pairs of a recall task in the text.
-    """
-
-    tokens: tuple[str, ...] = ()
-    title: str = "Memory lens"
-    pairs: tuple[Pair, ...] = ()
+    tokens: tuple[str, ...] = ()  # what is written for each token
+    title: str = "Memory lens"  # the title of the page
+    pairs: tuple[Pair, ...] = ()  # the pairs of a recall task in the text
     numbers: bool = field(default=False, repr=False)  # whether tokens are shown as their ids
 
     def html(self, chosen: Sequence[Head] = (), progress: Progress = ignore, above: str = "") -> str:

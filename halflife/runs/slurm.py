@@ -37,20 +37,16 @@ ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "
 class SlurmRunner:
     """Runs the jobs of a sweep as jobs of Slurm. It waits for all of them; an error of one does not stop the others.
 
-    Args:
-        options: "name=value", with the names of sbatch: "time" in minutes, which must be given, "partition",
-            "account", "mem", "qos", "constraint", "gres", ….
-        cpus: processors, and threads, of a run.
-        gpus: GPUs of a run, a whole number.
-
     Raises:
         ImportError: submitit is not installed.
         ValueError: this machine has no Slurm, or an option is unknown, missing or impossible.
     """
 
+    # "name=value", with the names of sbatch: "time" in minutes, which must be given, "partition", "account", "mem",
+    # "qos", "constraint", "gres", …
     options: tuple[str, ...]
-    cpus: int = 1
-    gpus: float | None = None
+    cpus: int = 1  # processors, and threads, of a run
+    gpus: float | None = None  # GPUs of a run, a whole number
 
     def __post_init__(self) -> None:
         require("--on slurm", "submitit")

@@ -21,14 +21,10 @@ MOST_LOOKED_AT = 1024  # tokens; while a text is looked at, no other client gets
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages, and the lens.
+    """Pages, and the lens."""
 
-    Attributes:
-        html: the pages by their paths.
-        look: returns what the page of the lens draws, as JSON, from token ids. The engine's thread calls it.
-    """
-
-    html: Mapping[str, str]
+    html: Mapping[str, str]  # the pages by their paths
+    # returns what the page of the lens draws, as JSON, from token ids. The engine's thread calls it.
     look: Callable[[Sequence[int]], dict[str, Any]]
 
 

@@ -18,17 +18,12 @@ KEYS, VALUES, FILLERS = (16, 48), (48, 80), (80, 128)
 class RecallTask(Task):
     """Base of the recall tasks: KV bindings, fillers, and one query at the end.
 
-    Args:
-        vocab_size: V, always 128.
-        length: T, tokens of a sequence with its query. The paper uses 16 to 4096.
-        num_pairs: KV, number of bindings.
-
     Slices: `num_pairs`, `length`, and `gap`, the number of tokens between the answer in the context and the query.
     """
 
-    vocab_size: int = VOCABULARY
-    length: int = 64
-    num_pairs: int = 4
+    vocab_size: int = VOCABULARY  # V, always 128
+    length: int = 64  # T, tokens of a sequence with its query. The paper uses 16 to 4096.
+    num_pairs: int = 4  # KV, number of bindings
 
     chance = 1 / (VALUES[1] - VALUES[0])
     most_pairs = VALUES[1] - VALUES[0]  # the largest KV for which there are enough keys and values

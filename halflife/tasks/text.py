@@ -26,17 +26,13 @@ from halflife.tasks.layout import VOCABULARY, check_sizes
 class TextTask(Task):
     """Base of the tasks in text.
 
-    Args:
-        vocab_size: V, always 128.
-        length: T_max, at least the number of characters of the longest possible text.
-
     Slices: `length`, the number of characters up to the last scored position.
     """
 
     scalable = False
 
-    vocab_size: int = VOCABULARY
-    length: int = 400
+    vocab_size: int = VOCABULARY  # V, always 128
+    length: int = 400  # T_max, at least the number of characters of the longest possible text
 
     tiers: ClassVar[dict[str, dict[str, int | str]]]  # the paper's settings
 

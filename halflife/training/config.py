@@ -110,38 +110,30 @@ class TrainConfig(Recipe):
 class ExecutionConfig:
     """Memory, processes and display of a run. These settings change the numbers by rounding only.
 
-    Attributes:
-        micro_batch_size: rows that a process holds at once; the gradients of several micro-batches are added. None for
-            all rows of the process.
-        recompute: what the backward pass computes again in place of keeping it: "blocks" for all inside a block, or
-            some of `backends.dispatch.KINDS`.
-        compile: whether to run each block by `torch.compile` in training steps.
-        fsdp: whether to shard parameters, gradients and optimiser (FSDP2) over the processes, or with context_parallel
-            over those that have the same piece of different rows. Otherwise each process holds all of them (DDP).
-        context_parallel: processes that share each row, of which each has a piece (`halflife.parallel`).
-        profile: whether to profile a few steps by pass (`evaluation.profile`).
-        track: names of `TRACKERS`, to which the run is reported (`training.trackers`).
-        sweep: the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run
-            by itself.
-        observe: takes the model and returns values and matplotlib figures by name, which the trackers get before the
-            first step and at every validation; None for none.
-        show: whether to draw a progress bar.
-
     Raises:
         ImportError: a package of `track` is not installed.
         ValueError: a name in `track` is unknown, or the environment asks for what cannot be.
     """
 
+    # rows that a process holds at once; the gradients of several micro-batches are added. None for all rows of the
+    # process.
     micro_batch_size: int | None = None
+    # what the backward pass computes again in place of keeping it: "blocks" for all inside a block, or some of
+    # `backends.dispatch.KINDS`
     recompute: tuple[str, ...] = ()
-    compile: bool = False
+    compile: bool = False  # whether to run each block by `torch.compile` in training steps
+    # whether to shard parameters, gradients and optimiser (FSDP2) over the processes, or with context_parallel over
+    # those that have the same piece of different rows. Otherwise each process holds all of them (DDP).
     fsdp: bool = False
-    context_parallel: int = 1
-    profile: bool = False
-    track: tuple[str, ...] = ()
+    context_parallel: int = 1  # processes that share each row, of which each has a piece (`halflife.parallel`)
+    profile: bool = False  # whether to profile a few steps by pass (`evaluation.profile`)
+    track: tuple[str, ...] = ()  # names of `TRACKERS`, to which the run is reported (`training.trackers`)
+    # the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run by itself.
     sweep: Path | None = None
+    # takes the model and returns values and matplotlib figures by name, which the trackers get before the first step
+    # and at every validation; None for none
     observe: Callable[..., Any] | None = None
-    show: bool = True
+    show: bool = True  # whether to draw a progress bar
 
     def __post_init__(self) -> None:
         for name in self.track:

@@ -50,18 +50,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one forward pass.
+    """The costs of one forward pass."""
 
-    Attributes:
-        operations: floating-point operations a token, on sequences of a length. They grow with the length for softmax
-            attention alone. Elementwise operations and recomputed activations are not counted.
-        saved: bytes that a number of tokens saves for the backward pass, in sequences of `LONG` tokens at most.
-        state: bytes of the state of a sequence after a number of tokens.
-    """
-
+    # floating-point operations a token, on sequences of a length. They grow with the length for softmax attention
+    # alone. Elementwise operations and recomputed activations are not counted.
     operations: Line
-    saved: Line
-    state: Line
+    saved: Line  # bytes that a number of tokens saves for the backward pass, in sequences of `LONG` tokens at most
+    state: Line  # bytes of the state of a sequence after a number of tokens
 
     def training_operations(self, length: int) -> float:
         """Operations a token in training on sequences of a length, three times those of the forward pass."""
@@ -76,26 +71,17 @@ class Costs:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will need.
+    """What a run will need."""
 
-    Attributes:
-        model: name of the model.
-        parameters: number of its parameters.
-        steps, tokens: of the training.
-        state_bytes: weights, gradients and AdamW's moments.
-        rows: sequences that are held at once.
-        activation_bytes: what the forward pass of these sequences saves, without gradient checkpointing.
-        operations: floating-point operations of the training.
-    """
-
-    model: str
-    parameters: int
+    model: str  # name of the model
+    parameters: int  # number of its parameters
+    # steps, tokens: of the training
     steps: int
     tokens: int
-    state_bytes: int
-    rows: int
-    activation_bytes: int
-    operations: float
+    state_bytes: int  # weights, gradients and AdamW's moments
+    rows: int  # sequences that are held at once
+    activation_bytes: int  # what the forward pass of these sequences saves, without gradient checkpointing
+    operations: float  # floating-point operations of the training
 
 
 def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | None = None) -> Estimate:

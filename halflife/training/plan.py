@@ -15,17 +15,11 @@ WORD = 4  # bytes of a weight and of a gradient, in float32
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        memory: bytes.
-        product: floating-point operations a second of bfloat16 matrix products.
-        wire: bytes a second to another GPU of the same machine, in one direction.
-    """
-
-    memory: float
-    product: float
-    wire: float
+    memory: float  # bytes
+    product: float  # floating-point operations a second of bfloat16 matrix products
+    wire: float  # bytes a second to another GPU of the same machine, in one direction
 
 
 GPUS: Registry[Card] = Registry("GPU")
@@ -35,28 +29,19 @@ GPUS.add("h100")(Card(80e9, 716e12, 450e9))
 
 @dataclass(frozen=True)
 class Plan:
-    """What each of `gpus` GPUs needs, where groups of `context` share each row.
-
-    Attributes:
-        weights: bytes of weights, gradients and moments.
-        activations: bytes of a forward and a backward pass.
-        states: bytes of the states that a piece receives and sends.
-        sent_weights, sent_states: bytes that it sends in a step.
-        step_seconds: the least time of a step.
-        hours: the least time of the training.
-        longest: tokens of the longest row that fits into memory, 0 if the weights alone do not fit.
-    """
+    """What each of `gpus` GPUs needs, where groups of `context` share each row."""
 
     gpus: int
     context: int
-    weights: float
-    activations: float
-    states: float
+    weights: float  # bytes of weights, gradients and moments
+    activations: float  # bytes of a forward and a backward pass
+    states: float  # bytes of the states that a piece receives and sends
+    # sent_weights, sent_states: bytes that it sends in a step
     sent_weights: float
     sent_states: float
-    step_seconds: float
-    hours: float
-    longest: int
+    step_seconds: float  # the least time of a step
+    hours: float  # the least time of the training
+    longest: int  # tokens of the longest row that fits into memory, 0 if the weights alone do not fit
 
     @property
     def memory(self) -> float:
@@ -69,31 +54,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Needs:
-    """The counted costs of a run, from which plans are made. A GPU has one row, or a piece of one, at a time.
+    """The counted costs of a run, from which plans are made. A GPU has one row, or a piece of one, at a time."""
 
-    Attributes:
-        parameters: of the model.
-        block, outside: of its largest block, and outside its blocks.
-        layers, width, vocabulary: of the model.
-        costs, peak: see `model_costs` and `peak_memory`.
-        rows, length, steps: rows of a batch, their tokens, and steps of the run.
-        recompute: whether activations inside blocks are computed again in the backward pass.
-        fsdp: whether weights, gradients and moments are sharded over the groups.
-    """
-
-    parameters: int
+    parameters: int  # of the model
+    # block, outside: of its largest block, and outside its blocks
     block: int
     outside: int
+    # layers, width, vocabulary: of the model
     layers: int
     width: int
     vocabulary: int
+    # costs, peak: see `model_costs` and `peak_memory`
     costs: Costs
     peak: Line
+    # rows, length, steps: rows of a batch, their tokens, and steps of the run
     rows: int
     length: int
     steps: int
-    recompute: bool = False
-    fsdp: bool = False
+    recompute: bool = False  # whether activations inside blocks are computed again in the backward pass
+    fsdp: bool = False  # whether weights, gradients and moments are sharded over the groups
 
     @classmethod
     def of(cls, config: TrainConfig, length: int, recompute: bool = False, fsdp: bool = False) -> Needs:

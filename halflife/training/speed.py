@@ -39,17 +39,11 @@ def keep_freed_memory() -> bool:
 
 @dataclass(frozen=True)
 class Speed:
-    """Converts the duration of a step into rates.
+    """Converts the duration of a step into rates."""
 
-    Attributes:
-        tokens: the tokens of a step, over all processes.
-        operations: floating-point operations of the forward and backward pass, per token.
-        rate: operations per second that matrix products reach at most on the devices of all processes together.
-    """
-
-    tokens: int
-    operations: float
-    rate: float
+    tokens: int  # the tokens of a step, over all processes
+    operations: float  # floating-point operations of the forward and backward pass, per token
+    rate: float  # operations per second that matrix products reach at most on the devices of all processes together
 
     def of(self, seconds: float) -> dict[str, float]:
         """Tokens per second, and the share of `rate` (MFU), when a step takes `seconds`."""

@@ -27,22 +27,17 @@ REPORT_BYTES = 6_000_000  # bytes of a report page with its figures
 
 @dataclass(frozen=True)
 class Trial:
-    """What runs will take, one after the other on this machine.
+    """What runs will take, one after the other on this machine."""
 
-    Attributes:
-        runs, steps: their number, and the steps of all of them.
-        seconds: of training, without validations and tests; None if a model is too large to be timed.
-        memory: bytes of weights, gradients, AdamW's moments and saved activations of the largest run. If `seconds` is
-            None, the activations are not counted.
-        disk: bytes of all models, the checkpoints of one run, and a report.
-        bf16_slowdown: how many times as long as in float32 products take in bfloat16, if a run has it; 1 otherwise.
-    """
-
+    # runs, steps: their number, and the steps of all of them
     runs: int
     steps: int
-    seconds: float | None
+    seconds: float | None  # of training, without validations and tests; None if a model is too large to be timed
+    # bytes of weights, gradients, AdamW's moments and saved activations of the largest run. If `seconds` is None, the
+    # activations are not counted.
     memory: int
-    disk: int
+    disk: int  # bytes of all models, the checkpoints of one run, and a report
+    # how many times as long as in float32 products take in bfloat16, if a run has it; 1 otherwise
     bf16_slowdown: float = 1.0
 
 

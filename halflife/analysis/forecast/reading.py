@@ -36,44 +36,26 @@ ReadNext = Callable[[int], Tensor]  # a number of tokens → that many tokens wh
 
 @dataclass(frozen=True)
 class HeadFading(Record):
-    """The fading of one state of one head.
+    """The fading of one state of one head."""
 
-    Attributes:
-        layer: the index of the layer, from 0.
-        state: the name of the state.
-        head: the index of the head, from 0.
-        rate: the rate of the slowest row that holds anything, in 1 / token.
-    """
-
-    layer: int
-    state: str
-    head: int
-    rate: float
+    layer: int  # the index of the layer, from 0
+    state: str  # the name of the state
+    head: int  # the index of the head, from 0
+    rate: float  # the rate of the slowest row that holds anything, in 1 / token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Record):
-    """What a model is forecast to remember. A lag is infinite if no lag of the forecast reaches it.
+    """What a model is forecast to remember. A lag is infinite if no lag of the forecast reaches it."""
 
-    Attributes:
-        lags: L, in tokens, ascending.
-        window: W, the tokens that were read after the beginning.
-        values: what is forecast, one number for each lag.
-        level: the value below which the model counts as having forgotten.
-        lag: the lag at which the values fall below the level.
-        fade_lag: the same if the beginning's part alone ages.
-        fill_lag: the same if the others' part alone ages.
-        heads: one entry for each layer, state and head.
-    """
-
-    lags: list[int]
-    window: int
-    values: list[float]
-    level: float
-    lag: float
-    fade_lag: float
-    fill_lag: float
-    heads: list[HeadFading]
+    lags: list[int]  # L, in tokens, ascending
+    window: int  # W, the tokens that were read after the beginning
+    values: list[float]  # what is forecast, one number for each lag
+    level: float  # the value below which the model counts as having forgotten
+    lag: float  # the lag at which the values fall below the level
+    fade_lag: float  # the same if the beginning's part alone ages
+    fill_lag: float  # the same if the others' part alone ages
+    heads: list[HeadFading]  # one entry for each layer, state and head
 
 
 class Reading:

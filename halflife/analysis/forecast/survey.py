@@ -47,20 +47,15 @@ class _Compared(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelForecast(_Compared):
-    """The forecast of one model on one task: fractions of recalled pairs. Half-lags are infinite if no lag forgets.
+    """The forecast of one model on one task: fractions of recalled pairs. Half-lags are infinite if no lag forgets."""
 
-    Attributes:
-        task: "mqar" or "niah".
-        num_pairs: K.
-        half_lag, forecast_half_lag: the lag at which fewer than half of the pairs are recalled.
-        reported: the run's own accuracy in distribution, with all K pairs and their questions within T tokens, as the
-            report shows it; None if the run has no result.
-    """
-
-    task: str
-    num_pairs: int
+    task: str  # "mqar" or "niah"
+    num_pairs: int  # K
+    # half_lag, forecast_half_lag: the lag at which fewer than half of the pairs are recalled
     half_lag: float
     forecast_half_lag: float
+    # the run's own accuracy in distribution, with all K pairs and their questions within T tokens, as the report shows
+    # it; None if the run has no result
     reported: float | None = None
 
 
@@ -70,15 +65,11 @@ class TextForecast(_Compared):
 
     A beginning is forgotten where its influence is below a hundredth of that at lag 0. Lags are infinite if no lag
     reaches this. One that the model forgets within the window is not forecast, and has the window as its lag.
-
-    Attributes:
-        beginning: the number of tokens whose influence is measured.
-        window: the tokens after them that were read for the forecast.
-        forgotten_lag, forecast_forgotten_lag: the lag at which the beginning is forgotten.
     """
 
-    beginning: int
-    window: int
+    beginning: int  # the number of tokens whose influence is measured
+    window: int  # the tokens after them that were read for the forecast
+    # forgotten_lag, forecast_forgotten_lag: the lag at which the beginning is forgotten
     forgotten_lag: float
     forecast_forgotten_lag: float
 

@@ -23,24 +23,16 @@ MOST_CURSORS = 256  # positions at which what is left is computed, unless more a
 
 @dataclass(frozen=True)
 class Head:
-    """One head of a model, and how long it remembers this text.
+    """One head of a model, and how long it remembers this text."""
 
-    Attributes:
-        place: the layer.
-        head: its index, from 0.
-        kind: the op, as "delta_rule", or "attention".
-        half_life: tokens after which half of a write is left, the median over writes of the first half of the text. It
-            is infinite if it lies beyond the other half.
-        kept: the mean share of these writes that is left at the end of the text.
-        stored: the bytes that the head stores of a text, and those that it stores for each token.
-    """
-
-    place: Place
-    head: int
-    kind: str
+    place: Place  # the layer
+    head: int  # its index, from 0
+    kind: str  # the op, as "delta_rule", or "attention"
+    # tokens after which half of a write is left, the median over writes of the first half of the text. It is infinite
+    # if it lies beyond the other half.
     half_life: float
-    kept: float
-    stored: tuple[int, int]
+    kept: float  # the mean share of these writes that is left at the end of the text
+    stored: tuple[int, int]  # the bytes that the head stores of a text, and those that it stores for each token
 
     def __str__(self) -> str:
         return f"{self.place}, head {self.head}"
@@ -48,25 +40,16 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadLens:
-    """All numbers of one head.
+    """All numbers of one head."""
 
-    Attributes:
-        head: the head.
-        cursors: the positions at which what is left is known, `[C]`.
-        left: the share of each token's write that is left after each cursor, `[C, T]`; 0 before it is written.
-        faded: the share that the decay alone would have left, `[C, T]`. Less is left where other tokens overwrote it.
-        weights: the weight with which token t reads the value of token j, `[t, j]` of `[T, T]`.
-        sizes: the norm of each token's value, `[T]`.
-        resets: the tokens at which the head resets, or None if it has no resets.
-    """
-
-    head: Head
-    cursors: np.ndarray
-    left: Measured
+    head: Head  # the head
+    cursors: np.ndarray  # the positions at which what is left is known, `[C]`
+    left: Measured  # the share of each token's write that is left after each cursor, `[C, T]`; 0 before it is written
+    # the share that the decay alone would have left, `[C, T]`. Less is left where other tokens overwrote it.
     faded: Measured
-    weights: Measured
-    sizes: Measured
-    resets: np.ndarray | None
+    weights: Measured  # the weight with which token t reads the value of token j, `[t, j]` of `[T, T]`
+    sizes: Measured  # the norm of each token's value, `[T]`
+    resets: np.ndarray | None  # the tokens at which the head resets, or None if it has no resets
 
     def shares(self) -> np.ndarray:
         """The share of each earlier token in what a token reads, `|w| ‖v‖` over the sum of all: `[T, T]`."""
@@ -76,21 +59,13 @@ class HeadLens:
 
 @dataclass(frozen=True)
 class Lens:
-    """What a model remembers of one text.
+    """What a model remembers of one text."""
 
-    Attributes:
-        model: the model, which reads the text again when the numbers of a head are asked for.
-        ids: the tokens, `[T]`.
-        documents: the number of tokens of each document; a model begins each without memory.
-        heads: all heads that are read.
-        refused: the reason why a layer is not shown, by its place.
-    """
-
-    model: Readable
-    ids: Tensor
-    documents: tuple[int, ...]
-    heads: tuple[Head, ...]
-    refused: dict[Place, str]
+    model: Readable  # the model, which reads the text again when the numbers of a head are asked for
+    ids: Tensor  # the tokens, `[T]`
+    documents: tuple[int, ...]  # the number of tokens of each document; a model begins each without memory
+    heads: tuple[Head, ...]  # all heads that are read
+    refused: dict[Place, str]  # the reason why a layer is not shown, by its place
 
     def find(self, layer: int, head: int, part: str = "") -> Head:
         """The head with these numbers; a ValueError if there is none."""

@@ -16,19 +16,12 @@ PIXELS = 256  # of a picture, along each axis
 
 @dataclass(frozen=True)
 class Measured:
-    """An array with what it means.
+    """An array with what it means."""
 
-    Attributes:
-        values: the numbers.
-        name: what they are.
-        unit: their unit; "1" for numbers without one.
-        axes: what each axis is.
-    """
-
-    values: np.ndarray
-    name: str
-    unit: str
-    axes: tuple[str, ...]
+    values: np.ndarray  # the numbers
+    name: str  # what they are
+    unit: str  # their unit; "1" for numbers without one
+    axes: tuple[str, ...]  # what each axis is
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.values, dtype=dtype) if copy else np.asarray(self.values, dtype=dtype)

@@ -29,23 +29,14 @@ FROM_ZERO = ("linear_attention", "delta_rule", "dplr", "gate_rank")
 
 
 class Reading(ABC):
-    """One reading of a text by the heads of a layer.
+    """One reading of a text by the heads of a layer."""
 
-    Attributes:
-        kind: the op, as "delta_rule", or "attention".
-        tokens: T.
-        heads: H.
-        sizes: the norm of the value of every token, `[H, T]`; it weighs what a token adds to an output.
-        stored: the bytes that one head stores of a text, and those that it stores for each token.
-        resets: where a token resets, `[H, T]`, or None without resets.
-    """
-
-    kind: str
-    tokens: int
-    heads: int
-    sizes: Tensor
-    stored: tuple[int, int]
-    resets: Tensor | None = None
+    kind: str  # the op, as "delta_rule", or "attention"
+    tokens: int  # T
+    heads: int  # H
+    sizes: Tensor  # the norm of the value of every token, `[H, T]`; it weighs what a token adds to an output
+    stored: tuple[int, int]  # the bytes that one head stores of a text, and those that it stores for each token
+    resets: Tensor | None = None  # where a token resets, `[H, T]`, or None without resets
 
     @abstractmethod
     def respond(self, columns: slice) -> Tensor:

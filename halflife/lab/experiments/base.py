@@ -28,20 +28,15 @@ Config = TypeVar("Config", bound=CellConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentSettings(Recipe):
-    """The sizes of an experiment and its training recipe. Subclasses add settings of their experiment.
+    """The sizes of an experiment and its training recipe. Subclasses add settings of their experiment."""
 
-    Attributes:
-        hidden_size, num_layers, num_heads: sizes of every model.
-        train_length: T, tokens of a training sequence.
-        chunk_size: tokens of a chunk in the chunked ops.
-        overrides: options of every run's configuration by their dotted names, such as `{"mixer.power": 2}`.
-    """
-
+    # hidden_size, num_layers, num_heads: sizes of every model
     hidden_size: int
     num_layers: int
     num_heads: int
-    train_length: int
-    chunk_size: int = 64
+    train_length: int  # T, tokens of a training sequence
+    chunk_size: int = 64  # tokens of a chunk in the chunked ops
+    # options of every run's configuration by their dotted names, such as `{"mixer.power": 2}`
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -64,19 +59,13 @@ class ExperimentSettings(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings(ExperimentSettings):
-    """The settings of an experiment on tasks.
+    """The settings of an experiment on tasks."""
 
-    Attributes:
-        pairs: numbers of key-value pairs K to train on, one per stage of the curriculum or all at once.
-        validation_examples: examples of each validation.
-        test_examples: examples of each test.
-        action_mask: see `RunConfig`.
-    """
-
+    # numbers of key-value pairs K to train on, one per stage of the curriculum or all at once
     pairs: tuple[int, ...] = ()
-    validation_examples: int = 256
-    test_examples: int = 256
-    action_mask: bool = False
+    validation_examples: int = 256  # examples of each validation
+    test_examples: int = 256  # examples of each test
+    action_mask: bool = False  # see `RunConfig`
 
 
 SKA_CHUNK: int = constructor_parameters(LAYERS["ska"])["chunk_size"].default
@@ -110,24 +99,17 @@ class Experiment:
 
     `docs/papers.py` has the settings of the scale "paper" as the papers print them. Under "Departures" a docstring
     has what else differs.
-
-    Attributes:
-        scales: scale → settings.
-        settings: the class of the settings.
-        rates: scale → learning rates that are tried when the user names none; "" stands for the other scales. A key
-            `scale base` is for one base alone.
-        models: the models that are compared when the user names none.
-        models_of: the same for scales that have other models.
-        groups: names that stand for several models.
-        measure: the tested quantity, "accuracy" or "loss". With "loss", `summary.md` is the table for the terminal.
     """
 
-    scales: ClassVar[dict[str, Any]]
-    settings: ClassVar[type[ExperimentSettings]] = TaskSettings
+    scales: ClassVar[dict[str, Any]]  # scale → settings
+    settings: ClassVar[type[ExperimentSettings]] = TaskSettings  # the class of the settings
+    # scale → learning rates that are tried when the user names none; "" stands for the other scales. A key `scale base`
+    # is for one base alone.
     rates: ClassVar[dict[str, tuple[float, ...]]] = {}
-    models: ClassVar[tuple[str, ...]] = ()
-    models_of: ClassVar[dict[str, tuple[str, ...]]] = {}
-    groups: ClassVar[dict[str, tuple[str, ...]]] = {}
+    models: ClassVar[tuple[str, ...]] = ()  # the models that are compared when the user names none
+    models_of: ClassVar[dict[str, tuple[str, ...]]] = {}  # the same for scales that have other models
+    groups: ClassVar[dict[str, tuple[str, ...]]] = {}  # names that stand for several models
+    # the tested quantity, "accuracy" or "loss". With "loss", `summary.md` is the table for the terminal.
     measure: ClassVar[str] = "accuracy"
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:

@@ -32,25 +32,15 @@ MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison whose choices have been checked: of `plan_comparison`, or of the folder that `load` reads.
+    """A comparison whose choices have been checked: of `plan_comparison`, or of the folder that `load` reads."""
 
-    Attributes:
-        kind: the name of the experiment.
-        settings: its resolved settings.
-        label: the task or the experiment that is named.
-        scale: the scale.
-        learning_rates: model → the rates that are tried.
-        seeds: number of seeds.
-        tune_seeds: how many of them try all rates; None for all. The others run at the best rate.
-    """
-
-    kind: str
-    settings: ExperimentSettings
-    label: str
-    scale: str
-    learning_rates: dict[str, list[float]]
-    seeds: int
-    tune_seeds: int | None = None
+    kind: str  # the name of the experiment
+    settings: ExperimentSettings  # its resolved settings
+    label: str  # the task or the experiment that is named
+    scale: str  # the scale
+    learning_rates: dict[str, list[float]]  # model → the rates that are tried
+    seeds: int  # number of seeds
+    tune_seeds: int | None = None  # how many of them try all rates; None for all. The others run at the best rate.
 
     @classmethod
     def load(cls, folder: Path) -> Comparison:

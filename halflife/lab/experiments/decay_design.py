@@ -28,17 +28,11 @@ from halflife.report.markdown import Rows
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the paper's tables.
+    """One row of the paper's tables."""
 
-    Attributes:
-        paper: the paper's loss with 160M parameters, nats per token; None where it gives none.
-        options: options of the mixer, which select its decay.
-        preset: the preset of the block.
-    """
-
-    paper: float | None
-    options: dict[str, Any]
-    preset: str = "simple"
+    paper: float | None  # the paper's loss with 160M parameters, nats per token; None where it gives none
+    options: dict[str, Any]  # options of the mixer, which select its decay
+    preset: str = "simple"  # the preset of the block
 
 
 def _variant(paper: float | None, decay: str | None, granularity: str = "vector", **options: Any) -> Variant:

@@ -17,17 +17,11 @@ Papers = Mapping[str, float | None]  # variant → loss in the paper
 
 @dataclass(frozen=True)
 class Finding:
-    """A statement of the paper as comparisons of losses.
+    """A statement of the paper as comparisons of losses."""
 
-    Attributes:
-        statement: in words.
-        pairs: pairs of variants; the first of each has the lower loss.
-        equal: whether the finding is instead that the losses of each pair are equal.
-    """
-
-    statement: str
-    pairs: tuple[tuple[str, str], ...]
-    equal: bool = False
+    statement: str  # in words
+    pairs: tuple[tuple[str, str], ...]  # pairs of variants; the first of each has the lower loss
+    equal: bool = False  # whether the finding is instead that the losses of each pair are equal
 
 
 FINDINGS = (

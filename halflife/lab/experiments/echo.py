@@ -139,15 +139,10 @@ class EchoTransfer(RecallExperiment):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EchoMQARSettings(MQARSettings):
-    """The settings of MQAR with SKA.
+    """The settings of MQAR with SKA."""
 
-    Attributes:
-        rank: the rank of the SKA layers.
-        ska_chunk: tokens of a chunk of the SKA layers.
-    """
-
-    rank: int = 24
-    ska_chunk: int = 2
+    rank: int = 24  # the rank of the SKA layers
+    ska_chunk: int = 2  # tokens of a chunk of the SKA layers
 
 
 def with_ska(config: ModelConfig, name: str, settings: EchoMQARSettings, options: dict[str, Any]) -> ModelConfig:

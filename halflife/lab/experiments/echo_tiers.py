@@ -37,18 +37,14 @@ TIERS = {f"{task}-{tier}": {"name": task, **own} for task in TEXT_TASKS for tier
 
 @dataclass(frozen=True, kw_only=True)
 class TierSettings(TaskSettings):
-    """The settings of the tiers.
+    """The settings of the tiers."""
 
-    Attributes:
-        amnesia_layers, amnesia_heads, amnesia_steps: of the models for `amnesia`. `num_layers`, `num_heads` and `steps`
-            are those of the others, and of all if they are given.
-        rank: r of the SKA layers.
-    """
-
+    # amnesia_layers, amnesia_heads, amnesia_steps: of the models for `amnesia`. `num_layers`, `num_heads` and `steps`
+    # are those of the others, and of all if they are given.
     amnesia_layers: int = 4
     amnesia_heads: int = 4
     amnesia_steps: int = 6000
-    rank: int = 24
+    rank: int = 24  # r of the SKA layers
 
 
 PAPER = TierSettings(

@@ -63,18 +63,13 @@ def _with(config: ModelConfig, name: str, options: dict[str, Any]) -> ModelConfi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class S5Settings(TaskSettings):
-    """The settings of state tracking.
+    """The settings of state tracking."""
 
-    Attributes:
-        group, words: settings of the task s5.
-        lengths: the lengths of the tests, in tokens.
-        validation_length: tokens of a validation sequence; 0 for the training length.
-    """
-
+    # group, words: settings of the task s5
     group: str = "s5"
     words: str = "all"
-    lengths: tuple[int, ...] = (16, 64, 256)
-    validation_length: int = 0
+    lengths: tuple[int, ...] = (16, 64, 256)  # the lengths of the tests, in tokens
+    validation_length: int = 0  # tokens of a validation sequence; 0 for the training length
 
 
 PAPER = S5Settings(

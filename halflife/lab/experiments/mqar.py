@@ -18,23 +18,16 @@ from halflife.runs.task_run import RunConfig, TestSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MQARSettings(TaskSettings):
-    """The settings of MQAR.
+    """The settings of MQAR."""
 
-    Attributes:
-        vocab_size: number of token ids of the task.
-        length_factors: the tests have the training length times these factors.
-        filler: see the task.
-        tie_embeddings, initializer_range, embedding_dropout: see `ModelConfig`.
-        zoology: whether the models are those of zoology, PoST's framework: RetNet has RoPE, and Gated DeltaNet no
-            output gate.
-    """
-
-    vocab_size: int
-    length_factors: tuple[int, ...] = (1, 2, 4, 8)
-    filler: str = "disjoint"
+    vocab_size: int  # number of token ids of the task
+    length_factors: tuple[int, ...] = (1, 2, 4, 8)  # the tests have the training length times these factors
+    filler: str = "disjoint"  # see the task
+    # tie_embeddings, initializer_range, embedding_dropout: see `ModelConfig`
     tie_embeddings: bool = False
     initializer_range: float = 1.0  # with small embeddings, recall appears later (docs/log.md)
     embedding_dropout: float = 0.0
+    # whether the models are those of zoology, PoST's framework: RetNet has RoPE, and Gated DeltaNet no output gate
     zoology: bool = False
 
 

@@ -49,23 +49,15 @@ DATA_FIELDS = ("model", "stages", "validation", "tests", "digest", "data", "cont
 
 @dataclass(frozen=True)
 class Group:
-    """The options of one group that a run has.
+    """The options of one group that a run has."""
 
-    Attributes:
-        owner: what has the options, for messages.
-        types: option → type.
-        write: takes options and returns the fields of the run's configuration that they change.
-        refused: option → why it cannot be set in this group.
-        values: option → its value in this run.
-        classes: the classes that have the options.
-    """
-
-    owner: str
-    types: Mapping[str, Any]
+    owner: str  # what has the options, for messages
+    types: Mapping[str, Any]  # option → type
+    # takes options and returns the fields of the run's configuration that they change
     write: Callable[[Options], Options]
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    classes: Sequence[type] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)  # option → why it cannot be set in this group
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # option → its value in this run
+    classes: Sequence[type] = ()  # the classes that have the options
 
 
 def parse_overrides(written: Sequence[str]) -> Options:

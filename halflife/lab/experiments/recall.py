@@ -18,28 +18,18 @@ from halflife.tasks import TASKS, build, with_tier
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings(TaskSettings):
-    """The settings of an experiment on mixtures. All `pairs` are trained on at once.
+    """The settings of an experiment on mixtures. All `pairs` are trained on at once."""
 
-    Attributes:
-        tasks: the tasks to train on, `name` or `name:tier`.
-        test_tasks: the tasks to test on.
-        lengths, test_pairs: the grid of each test. Cells that do not fit a task are left out.
-        hop_lengths: the lengths of the test `multihop`; empty for `lengths`.
-        warm_length: length of the sequences in the first half of the steps; 0 for no such stage.
-        warm_pairs: numbers of pairs in the first half; empty for `pairs`.
-        test_tokens: the largest number of tokens of a test, which still has at least 16 examples.
-        ska_chunk: tokens of a chunk of spectral Koopman attention.
-    """
-
-    tasks: tuple[str, ...] = ("sysprompt", "tooltrace")
-    test_tasks: tuple[str, ...] = ("sysprompt", "tooltrace", "niah", "multihop", "commonword")
+    tasks: tuple[str, ...] = ("sysprompt", "tooltrace")  # the tasks to train on, `name` or `name:tier`
+    test_tasks: tuple[str, ...] = ("sysprompt", "tooltrace", "niah", "multihop", "commonword")  # the tasks to test on
+    # lengths, test_pairs: the grid of each test. Cells that do not fit a task are left out.
     lengths: tuple[int, ...] = (64, 256, 1024)
-    hop_lengths: tuple[int, ...] = ()
+    hop_lengths: tuple[int, ...] = ()  # the lengths of the test `multihop`; empty for `lengths`
     test_pairs: tuple[int, ...] = (1, 4, 8)
-    warm_length: int = 0
-    warm_pairs: tuple[int, ...] = ()
-    test_tokens: int = 1 << 15
-    ska_chunk: int = 4
+    warm_length: int = 0  # length of the sequences in the first half of the steps; 0 for no such stage
+    warm_pairs: tuple[int, ...] = ()  # numbers of pairs in the first half; empty for `pairs`
+    test_tokens: int = 1 << 15  # the largest number of tokens of a test, which still has at least 16 examples
+    ska_chunk: int = 4  # tokens of a chunk of spectral Koopman attention
 
     def __post_init__(self) -> None:
         if self.test_tokens < 1:

@@ -13,25 +13,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a layer of Echo.
+    """Sizes of a layer of Echo."""
 
-    Attributes:
-        hidden_size, num_heads: d and H.
-        rank, width: r and P, of a head of SKA.
-        chunk: S.
-        power: K.
-        state_size, expand: rows of Mamba-2's state, and its inner width divided by d.
-        mlp, koopman: d_ff of SwiGLU and d_k of the Koopman MLP.
-    """
-
+    # hidden_size, num_heads: d and H
     hidden_size: int = 448
     num_heads: int = 7
+    # rank, width: r and P, of a head of SKA
     rank: int = 56
     width: int = 64
-    chunk: int = 64
-    power: int = 2
+    chunk: int = 64  # S
+    power: int = 2  # K
+    # state_size, expand: rows of Mamba-2's state, and its inner width divided by d
     state_size: int = 64
     expand: int = 2
+    # mlp, koopman: d_ff of SwiGLU and d_k of the Koopman MLP
     mlp: int = 1216
     koopman: int = 1216
 

@@ -13,17 +13,11 @@ RIDGE = 1e-3  # ε
 
 
 class Estimates(NamedTuple):
-    """Estimates of a scalar operator A = M/G, each `[…]`.
+    """Estimates of a scalar operator A = M/G, each `[…]`."""
 
-    Attributes:
-        raw: of the keys `k̃ e^{iθ}`, complex.
-        invariant: of the lift |k|².
-        centred: of the lift minus its mean.
-    """
-
-    raw: Tensor
-    invariant: Tensor
-    centred: Tensor
+    raw: Tensor  # of the keys `k̃ e^{iθ}`, complex
+    invariant: Tensor  # of the lift |k|²
+    centred: Tensor  # of the lift minus its mean
 
 
 def operators_of_phases(content: Tensor, phases: Tensor) -> Estimates:
@@ -88,18 +82,14 @@ def phase_attenuation(
 
 
 class GramSizes(NamedTuple):
-    """Sizes of the Gram matrix of keys that are divided by the largest norm, each `[…]`.
+    """Sizes of the Gram matrix of keys that are divided by the largest norm, each `[…]`."""
 
-    Attributes:
-        trace, frobenius, largest, least: tr Ḡ, ‖Ḡ‖_F and the extreme eigenvalues.
-        directions: `tr(Ḡ (Ḡ + ε I)⁻¹)`, the number of directions that the ridge leaves.
-    """
-
+    # trace, frobenius, largest, least: tr Ḡ, ‖Ḡ‖_F and the extreme eigenvalues
     trace: Tensor
     frobenius: Tensor
     largest: Tensor
     least: Tensor
-    directions: Tensor
+    directions: Tensor  # `tr(Ḡ (Ḡ + ε I)⁻¹)`, the number of directions that the ridge leaves
 
 
 def gram_sizes(keys: Tensor) -> GramSizes:

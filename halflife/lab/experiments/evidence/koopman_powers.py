@@ -58,16 +58,12 @@ UNTRAINED = (*(f"h{n}" for n in range(1, 10)), *(f"l{n}" for n in range(2, 10)))
 
 @dataclasses.dataclass(frozen=True)
 class MapCell:
-    """One cell of the map, `h4`, `l3-none` or `h2-masked`.
+    """One cell of the map, `h4`, `l3-none` or `h2-masked`."""
 
-    Attributes:
-        hold, value_size: settings of `mqar`.
-        fillers: "equal", "none" or "masked".
-    """
-
+    # hold, value_size: settings of `mqar`
     hold: int = 1
     value_size: int = 1
-    fillers: str = "equal"
+    fillers: str = "equal"  # "equal", "none" or "masked"
 
     @classmethod
     def parse(cls, name: str) -> MapCell:

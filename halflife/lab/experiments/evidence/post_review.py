@@ -69,13 +69,9 @@ def parse(name: str) -> tuple[str, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PostReviewSettings(MQARSettings):
-    """The settings of the review's test. `num_heads` and `train_length` are those of the cell.
+    """The settings of the review's test. `num_heads` and `train_length` are those of the cell."""
 
-    Attributes:
-        state_size: rows of the state of a head. All models have states of the same size, whatever N is.
-    """
-
-    state_size: int = 16
+    state_size: int = 16  # rows of the state of a head. All models have states of the same size, whatever N is.
 
 
 SMOKE = PostReviewSettings(

@@ -16,12 +16,9 @@ from halflife.runs.task_run import RunConfig, TestSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReassignedSettings(EchoMQARSettings):
-    """The settings of MQAR with reassigned keys.
+    """The settings of MQAR with reassigned keys."""
 
-    Attributes:
-        updates: how often each key is reassigned, one number per stage; the last is that of the tests.
-    """
-
+    # how often each key is reassigned, one number per stage; the last is that of the tests
     updates: tuple[int, ...] = (0, 0, 1, 1)
 
     def __post_init__(self) -> None:

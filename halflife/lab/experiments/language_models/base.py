@@ -32,38 +32,27 @@ FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu"
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings(ExperimentSettings):
-    """The sizes, the text and the budget that the models of an experiment share.
+    """The sizes, the text and the budget that the models of an experiment share."""
 
-    Attributes:
-        hidden_size, num_layers, num_heads: sizes of every model; 0 for those of `size`.
-        size: a name of `models.SIZES`; "" for none.
-        learning_rate: the rate that is tried when the user names none.
-        schedule, floor, decay: a name of `training.schedules.SCHEDULES` and its settings.
-        vocab_size: number of token ids of the models.
-        text: sources of a `CorpusConfig`; "python:" is the source of Python's standard library.
-        tokenizer: see `CorpusConfig`.
-        documents: "packed" or "concatenated", see `CorpusConfig`.
-        held_out: shares of the documents for validation and for the test.
-        validation_tokens: tokens of each validation.
-        test_tokens: tokens of the test.
-        digest, text_bytes: SHA-256 and size of the corpus, filled in by `open_data`.
-    """
-
+    # hidden_size, num_layers, num_heads: sizes of every model; 0 for those of `size`
     hidden_size: int = 0
     num_layers: int = 0
     num_heads: int = 0
-    size: str = ""
-    learning_rate: float = 1e-3
+    size: str = ""  # a name of `models.SIZES`; "" for none
+    learning_rate: float = 1e-3  # the rate that is tried when the user names none
+    # schedule, floor, decay: a name of `training.schedules.SCHEDULES` and its settings
     schedule: str = "cosine"
     floor: float = 0.1
     decay: float = 0.2
-    vocab_size: int = 256
+    vocab_size: int = 256  # number of token ids of the models
+    # sources of a `CorpusConfig`; "python:" is the source of Python's standard library
     text: tuple[str, ...] = (PYTHON,)
-    tokenizer: str = "bytes"
-    documents: str = "concatenated"
-    held_out: tuple[float, float] = (0.05, 0.05)
-    validation_tokens: int
-    test_tokens: int
+    tokenizer: str = "bytes"  # see `CorpusConfig`
+    documents: str = "concatenated"  # "packed" or "concatenated", see `CorpusConfig`
+    held_out: tuple[float, float] = (0.05, 0.05)  # shares of the documents for validation and for the test
+    validation_tokens: int  # tokens of each validation
+    test_tokens: int  # tokens of the test
+    # digest, text_bytes: SHA-256 and size of the corpus, filled in by `open_data`
     digest: str = ""
     text_bytes: int = 0
 
@@ -100,15 +89,12 @@ class LanguageExperiment(Experiment):
 
     In all experiments of papers the text is concatenated, and 0.1 % of its documents are held out, which no paper
     gives. The gradient is clipped at 1.
-
-    Attributes:
-        zero_shot: name of the paper's tasks after training, for `halflife eval --tasks`; "" for none.
-        build_model: takes the name of a model and the arguments of `preset`.
     """
 
     measure: ClassVar = "loss"
     settings = LanguageSettings
-    zero_shot: ClassVar[str] = ""
+    zero_shot: ClassVar[str] = ""  # name of the paper's tasks after training, for `halflife eval --tasks`; "" for none
+    # takes the name of a model and the arguments of `preset`
     build_model: ClassVar[Callable[..., ModelConfig]] = staticmethod(preset)
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:

@@ -14,13 +14,9 @@ from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageE
 
 @dataclass(frozen=True, kw_only=True)
 class EchoSettings(LanguageSettings):
-    """The settings of Echo's language models.
+    """The settings of Echo's language models."""
 
-    Attributes:
-        state_size: d_state of the Mamba-2 layers.
-    """
-
-    state_size: int = 64
+    state_size: int = 64  # d_state of the Mamba-2 layers
 
 
 PAPER = EchoSettings(

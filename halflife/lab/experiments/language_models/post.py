@@ -12,16 +12,13 @@ from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageE
 
 @dataclass(frozen=True, kw_only=True)
 class PostSettings(LanguageSettings):
-    """The settings of PoST's language models.
+    """The settings of PoST's language models."""
 
-    Attributes:
-        mamba2_initialization, rwkv7_initialization, delta_initialization: `ModelConfig.initialization` of these models.
-        rwkv7_betas, rwkv7_epsilon: of AdamW for RWKV-7.
-    """
-
+    # mamba2_initialization, rwkv7_initialization, delta_initialization: `ModelConfig.initialization` of these models
     mamba2_initialization: str = "mamba2_released"
     rwkv7_initialization: str = "rwkv7_released"
     delta_initialization: str = "gated_deltanet_released"
+    # rwkv7_betas, rwkv7_epsilon: of AdamW for RWKV-7
     rwkv7_betas: tuple[float, float] = (0.9, 0.99)
     rwkv7_epsilon: float = 1e-18
 
