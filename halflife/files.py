@@ -119,6 +119,14 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(finite(data), indent=2, allow_nan=False) + "\n")
 
 
+def write_with_table(data: Any, columns: Sequence[str], rows: Iterable[Sequence[Any]], path: Path) -> list[Path]:
+    """Write data as `path.json` and its table as `path.csv`; return both files."""
+    files = [path.with_suffix(".json"), path.with_suffix(".csv")]
+    write_json(files[0], data)
+    write_csv(files[1], columns, rows)
+    return files
+
+
 def finite(data: Any) -> Any:
     """Return the data with None in place of numbers that are not finite, which JSON cannot hold."""
     if isinstance(data, dict):

@@ -8,7 +8,7 @@ from typing import Any
 
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.model_spectrum import training_position
-from halflife.files import DECAYS_JSON, write_csv, write_json
+from halflife.files import DECAYS_JSON, write_with_table
 
 # Fields of a model in decays.json.
 SAVED_FIELDS = ("model", "checkpoint", "channels", "train_length", "positions", "mixers", "layers")
@@ -24,11 +24,9 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     `result` is `ModelMeasurements.to_dict()`. Operators are left out. Numbers that are not finite become null.
     """
     models = [{key: model[key] for key in SAVED_FIELDS if key in model} for model in result["models"]]
-    files = [folder / DECAYS_JSON, folder / "decays.csv"]
-    write_json(files[0], {**result, "models": models})
     rows = ({**row, "model": model["model"]} for model in models for row in table_rows(model))
-    write_csv(files[1], COLUMNS, ([row.get(name) for name in COLUMNS] for row in rows))
-    return files
+    cells = ([row.get(name) for name in COLUMNS] for row in rows)
+    return write_with_table({**result, "models": models}, COLUMNS, cells, folder / DECAYS_JSON)
 
 
 def table_rows(model: dict[str, Any]) -> Iterator[dict[str, Any]]:

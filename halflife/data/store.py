@@ -52,13 +52,12 @@ def digest(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> 
 
 
 class Writer:
-    """Appends documents to the files of one split."""
+    """Appends documents to the files of one split, which `stack` closes."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
-        with ExitStack() as stack:
-            self.tokens = stack.enter_context((folder / f"{split}.tokens").open("wb"))
-            self.offsets = stack.enter_context((folder / f"{split}.offsets").open("wb"))
-            self.files = stack.pop_all()
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, stack: ExitStack) -> None:
+        self.tokens, self.offsets = (
+            stack.enter_context((folder / f"{split}.{name}").open("wb")) for name in ("tokens", "offsets")
+        )
         self.checksum, self.token_checksum, self.dtype = hashlib.sha256(), hashlib.sha256(), dtype
         self.counts = {"tokens": 0, "bytes": 0, "documents": 0}
         self.started = False  # whether the current document has a token
@@ -82,12 +81,6 @@ class Writer:
         self.checksum.update(data)
         self.counts["documents"] += 1
 
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.close()
-
     def finish(self) -> dict[str, Any]:
         """Write the last offset, which is the end; return the counts and the checksums for the index."""
         self._offset()
@@ -107,7 +100,7 @@ def write(files: Sequence[Path], settings: SplitSettings, plan: Plan, folder: Pa
     stream = divided(stream, plan.cuts) if plan.cuts else stream
     document = 0
     with naming(folder), ExitStack() as stack:
-        writers = [stack.enter_context(Writer(folder, split, dtype)) for split in SPLITS]
+        writers = [Writer(folder, split, dtype, stack) for split in SPLITS]
         for batch, encoded in encode_ahead(tokenizer, _batches(stream), lambda batch: [p.data for p in batch]):
             for piece, ids in zip(batch, encoded, strict=True):
                 if document == len(plan.splits):

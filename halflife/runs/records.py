@@ -202,7 +202,7 @@ class Comparison:
         """T, tokens of a training sequence: the length in distribution, the setting, or the shortest tested length."""
         if len(tested := self.lengths(IN_DISTRIBUTION)) == 1:
             return tested[0]
-        stated = _find(self.config.get("settings", {}), "train_length")
+        stated = self.config.get("settings", {}).get("train_length")
         return stated or min((score.length for score in self.scores), default=None)
 
     @property
@@ -284,11 +284,3 @@ def mean(values: Iterable[float]) -> float:
     """Mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else math.nan
-
-
-def _find(nested: dict[str, Any], key: str) -> Any:
-    """The first value of `key` at any depth of nested dicts; None if there is none."""
-    if key in nested:
-        return nested[key]
-    inner = (_find(value, key) for value in nested.values() if isinstance(value, dict))
-    return next((value for value in inner if value is not None), None)

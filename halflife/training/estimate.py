@@ -109,34 +109,26 @@ def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | No
 
 def model_costs(config: ModelConfig, bf16: bool = False) -> Costs:
     """The costs of a forward pass of a model, or of one under bfloat16 autocast."""
-    return _model_costs(config.to_json(), bf16)
-
-
-@lru_cache(maxsize=256)
-def _model_costs(config_json: str, bf16: bool) -> Costs:
-    return _of_layers(ModelConfig.from_json(config_json), partial(_count, bf16=bf16))
+    return _of_layers(config.to_json(), bf16, _count)
 
 
 def peak_memory(config: ModelConfig, bf16: bool = False) -> Line:
     """Bytes that a forward and a backward pass hold at most, beside the weights and without the loss."""
-    return _peak_memory(config.to_json(), bf16)
+    return _of_layers(config.to_json(), bf16, _count_peak)
 
 
-@lru_cache(maxsize=64)
-def _peak_memory(config_json: str, bf16: bool) -> Line:
-    return _of_layers(ModelConfig.from_json(config_json), partial(_count_peak, bf16=bf16))
-
-
-def _of_layers(config: ModelConfig, count: Callable[[ModelConfig], Any]) -> Any:
+@lru_cache(maxsize=256)
+def _of_layers(config_json: str, bf16: bool, count: Callable[[ModelConfig, bool], Any]) -> Any:
     """What `count` gives for a model, from its values for two and three layers, and for two with one of a hybrid."""
+    config = ModelConfig.from_json(config_json)
     plain = dataclasses.replace(config, hybrid={}, more_hybrids=[])
-    two, three = (count(dataclasses.replace(plain, num_layers=layers)) for layers in (2, 3))
+    two, three = (count(dataclasses.replace(plain, num_layers=layers), bf16) for layers in (2, 3))
     total = two.plus(three.plus(two, -1), config.num_layers - 2)
     for kind in config.hybrids:
         # The counter does not know the kernel of spectral Koopman attention.
         options = {**kind["options"], **({"backend": "chunked"} if kind["mixer"] == "ska" else {})}
         mixed = dataclasses.replace(plain, num_layers=2, hybrid={**kind, "options": options, "layers": [1]})
-        total = total.plus(count(mixed).plus(two, -1), len(kind["layers"]))
+        total = total.plus(count(mixed, bf16).plus(two, -1), len(kind["layers"]))
     return total
 
 

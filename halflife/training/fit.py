@@ -191,7 +191,7 @@ def fit(
     from halflife.training.callbacks import Diverged, Metrics, Profiling, ProgressBar, StopOnSignal, check_weights
     from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
     from halflife.training.speed import keep_freed_memory
-    from halflife.training.trackers import track
+    from halflife.training.trackers import Tracking
     from halflife.training.trainer import FSDPTrainer, HalflifeTrainer
 
     store = CheckpointStore(folder / CHECKPOINTS)
@@ -223,7 +223,9 @@ def fit(
     trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    metrics.tracking = track(trainer, config, folder, execution)
+    if execution.track:
+        metrics.tracking = Tracking(trainer, config, folder, execution)
+        trainer.add_callback(metrics.tracking)
     start = 0 if store.newest is None else int(store.newest.name.rpartition("-")[2])
     try:
         with (

@@ -67,28 +67,18 @@ def digest(folder: Path) -> str:
     return sha256_of(*sorted(folder.glob("*.safetensors")))
 
 
-def check_unchanged(folder: Path, expected: str) -> None:
-    """Check that a folder still holds the weights with the SHA-256 `expected`.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: the weights have changed since the run began.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}, from which the run starts")
-    if digest(folder) != expected:
-        raise ValueError(f"the weights in {folder}, from which the run starts, have changed since it began")
-
-
 @torch.no_grad()
 def load_start(model: LanguageModel, folder: Path, expected: str) -> None:
-    """Copy the weights in a folder into a new model. New tokens keep their new rows.
+    """Copy the weights in a folder, whose SHA-256 is `expected`, into a new model. New tokens keep their new rows.
 
     Raises:
         FileNotFoundError: there is no such folder.
         ValueError: the weights have changed since the run began, or they are of another model.
     """
-    check_unchanged(folder, expected)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}, from which the run starts")
+    if digest(folder) != expected:
+        raise ValueError(f"the weights in {folder}, from which the run starts, have changed since it began")
     tensors, new = load_any(folder).state_dict(), model.state_dict()
     for name in TOKEN_PARAMETERS:
         if name in tensors and name in new and (old := tensors[name]).shape[1:] == new[name].shape[1:]:

@@ -67,15 +67,6 @@ def tracker_environment(folder: Path, execution: ExecutionConfig) -> Iterator[No
             os.environ.pop(name, None)
 
 
-def track(trainer: Any, config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Tracking | None:
-    """Add a `Tracking` to a trainer; None for a run that is not tracked."""
-    if not execution.track:
-        return None
-    tracking = Tracking(trainer, config, folder, execution)
-    trainer.add_callback(tracking)
-    return tracking
-
-
 class Tracking(TrainerCallback):
     """Reports settings, metrics, gates, spectra and figures of a run, beside what the Trainer reports.
 

@@ -19,6 +19,7 @@ from halflife.decay.minimax import (
     minimax_error,
 )
 from halflife.lab.theory.approximation import adapted_rates, best_step, linear_rates, random_rates
+from halflife.lab.theory.correlations import slope
 from halflife.lab.theory.spectra import response_as_run, spread
 
 SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")
@@ -87,9 +88,8 @@ def slopes(
     for name, by_length in errors.items():
         for length, by_channels in by_length.items():
             points = [(n, math.log(e)) for n, e in zip(channels, by_channels, strict=True) if e > LEAST_ERROR]
-            logs = [y for _, y in points]
-            rate = -_slope([n for n, _ in points], logs) if len(points) > 1 else None
-            power = -_slope([math.log(n) for n, _ in points], logs) if len(points) > 1 else None
+            counts, logs = torch.tensor(points, dtype=torch.float64).reshape(-1, 2).unbind(-1)
+            rate, power = (-slope(x, logs).item() if len(points) > 1 else None for x in (counts, counts.log()))
             geometric = name.startswith("geometric")
             rows.append({
                 "spectrum": name, "length": float(length), "points": len(points),
@@ -99,12 +99,6 @@ def slopes(
                 "power": power, "claimed_power": beta if name == "linear" else None,
             })  # fmt: skip
     return rows
-
-
-def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    both = torch.tensor([x, y], dtype=torch.float64)
-    centred = both - both.mean(-1, keepdim=True)
-    return ((centred[0] @ centred[1]) / (centred[0] @ centred[0])).item()
 
 
 def error_by_ends(

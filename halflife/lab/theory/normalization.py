@@ -12,22 +12,9 @@ import torch
 from torch import Tensor
 
 from halflife.decay.minimax import geometric_rates, taper
-from halflife.lab.theory.spectra import energy_frozen
-from halflife.shapes import Float
+from halflife.lab.theory.spectra import energy_as_run, energy_frozen
 
 FORMS = ("static", "theorem", "algorithm")  # no stretching, t_ref = T, and t_ref = 1
-
-
-def energy_at(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], positions: Sequence[int]) -> Tensor:
-    """Return the energy of unit noise at some positions in a recurrence with the gates of each position: `[N, P]`.
-
-    It is `Σ_{i ≤ t} e^{−2 (c_t − c_i)}` with `c_t = r Σ_{j ≤ t} j^{−α}`. This is the `energy_as_run` of
-    `theory.spectra` without a loop over the tokens.
-    """
-    steps = torch.arange(1, max(positions) + 1, dtype=torch.float64)
-    passed = (rates.unsqueeze(-1) * steps ** -tapers.unsqueeze(-1)).cumsum(-1)
-    columns = [torch.exp(-2 * (passed[:, t - 1 : t] - passed[:, :t])).sum(-1) for t in positions]
-    return torch.stack(columns, -1)
 
 
 def relative_energies(channels: int, length: int, multiples: Sequence[int] = (2, 4, 8, 16)) -> dict[str, Any]:
@@ -56,7 +43,7 @@ def relative_energies(channels: int, length: int, multiples: Sequence[int] = (2,
     }  # fmt: skip
     result: dict[str, Any] = {"channels": channels, "length": length, "multiples": list(multiples)}
     for form, (scaled, tapers) in settings.items():
-        run = energy_at(scaled, tapers, positions)
+        run = energy_as_run(scaled, tapers, positions)
         frozen = energy_frozen(scaled, tapers, torch.tensor(positions, dtype=torch.float64))
         total = run.sum(0)
         result[form] = {

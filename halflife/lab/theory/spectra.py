@@ -154,18 +154,16 @@ def energy_frozen(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], posit
     return torch.expm1(-2 * positions / scales) / torch.expm1(-2 / scales)
 
 
-def energy_as_run(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], length: int) -> Tensor:
-    """Return `E_t = e^{−2 r t^{−α}} E_{t−1} + 1` with E_0 = 0, the energy in a recurrence whose gates move: `[N, T]`.
+def energy_as_run(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], positions: Sequence[int]) -> Tensor:
+    """Return the energy of unit noise at some positions in a recurrence with the gates of each position: `[N, P]`.
 
-    At α = 1 it tends to t / (1 + 2r), while gates frozen at t give t (1 − e^{−2r}) / 2r. Both grow linearly.
+    It is `E_t = e^{−2 r t^{−α}} E_{t−1} + 1`, E_0 = 0, which is `Σ_{i ≤ t} e^{−2 (c_t − c_i)}` with
+    `c_t = r Σ_{j ≤ t} j^{−α}`. At α = 1 it tends to t / (1 + 2r), while gates frozen at t give t (1 − e^{−2r}) / 2r.
     """
-    steps = torch.arange(1, length + 1, dtype=torch.float64)
-    squared_decay = torch.exp(-2 * rates.unsqueeze(-1) * steps ** -tapers.unsqueeze(-1))
-    current, over_time = torch.zeros(len(rates), dtype=torch.float64), []
-    for t in range(length):
-        current = squared_decay[:, t] * current + 1
-        over_time.append(current)
-    return torch.stack(over_time, -1)
+    steps = torch.arange(1, max(positions) + 1, dtype=torch.float64)
+    slowed = (rates.unsqueeze(-1) * steps ** -tapers.unsqueeze(-1)).flip(-1)
+    ends = [len(steps) - t for t in positions]  # sums from t backwards, without cancellation
+    return torch.stack([1 + torch.exp(-2 * slowed[:, end:-1].cumsum(-1)).sum(-1) for end in ends], -1)
 
 
 def energy_simulated(
@@ -196,7 +194,7 @@ def energies(
         "positions": (at + 1).tolist(),
         "continuous": energy(rates, tapers, steps).tolist(),
         "frozen": energy_frozen(rates, tapers, steps).tolist(),
-        "as run": energy_as_run(rates, tapers, length)[:, at].tolist(),
+        "as run": energy_as_run(rates, tapers, (at + 1).tolist()).tolist(),
         "simulated": energy_simulated(rates, tapers, length, trials, seed)[:, at].tolist(),
         "rates": rates.tolist(), "tapers": tapers.tolist(), "trials": trials,
     }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halflife.evaluation.memory import format_bytes
-from halflife.files import write_json, write_text
+from halflife.files import write_with_table
 from halflife.report.table import Row, Table, styled
 
 COLUMNS = ("model", "length", "bytes", "cache_bytes", "smaller_from")
@@ -53,12 +53,9 @@ def _count(count: int | None) -> str:
 
 def write_memory(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `memory.json` with all of `result`, and `memory.csv` with one row per model and length."""
-    files = [folder / "memory.json", folder / "memory.csv"]
-    write_json(files[0], result)
     rows = [
         (model["model"], *cells, "never" if model["smaller_from"] is None else model["smaller_from"])
         for model in result["models"]
         for cells in zip(result["lengths"], model["bytes"], result["cache"]["bytes"], strict=True)
     ]
-    write_text(files[1], Table(COLUMNS, rows).csv())
-    return files
+    return write_with_table(result, COLUMNS, rows, folder / "memory")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from halflife.files import write_json, write_text
+from halflife.files import write_with_table
 from halflife.report.table import Table
 
 COLUMNS = ("model", "length", "seconds", "tokens_per_second")
@@ -57,12 +57,9 @@ def first_ahead(ahead: Mapping[int, bool]) -> str:
 
 def write_throughput(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `throughput.json` with all of `result`, and `throughput.csv` with one row per model and length."""
-    files = [folder / "throughput.json", folder / "throughput.csv"]
-    write_json(files[0], result)
     rows = [
         (model["model"], *cells)
         for model in result["models"]
         for cells in zip(result["lengths"], model["seconds"], model["tokens_per_second"], strict=True)
     ]
-    write_text(files[1], Table(COLUMNS, rows).csv())
-    return files
+    return write_with_table(result, COLUMNS, rows, folder / "throughput")
