@@ -67,11 +67,7 @@ def load() -> None:
 
 
 def add(name: str) -> None:
-    """Import a module now, and in every process that this one starts. It may lie in the current folder.
-
-    Raises:
-        ImportError: there is no such module, or it cannot be imported.
-    """
+    """Import a module now, and in every process that this one starts. It may lie in the current folder."""
     if name.startswith(".") or name.endswith(".py") or "/" in name:
         raise ImportError(f"cannot import the extension {name}: give the name of a module, not of its file")
     _look_in_current_folder()

@@ -161,10 +161,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """Return the JSON object in `path`. With `optional`, a missing file or other JSON is an empty object.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_json`, or the file holds no object.
+    """Return the JSON object in `path`; raises as `read_json`. With `optional`, a missing file or other JSON is an
+    empty object.
     """
     data = None if optional and not path.is_file() else read_json(path)
     if not isinstance(data, dict) and not optional:
@@ -265,22 +263,13 @@ def sha256_of(*paths: Path) -> str:
 
 
 def check_new_folder(folder: Path) -> None:
-    """Check that a command may fill `folder`, which may hold a lock and temporary files of a killed process.
-
-    Raises:
-        FileExistsError: the folder is not empty.
-        NotADirectoryError: it is a file.
-    """
+    """Raise a FileExistsError if a folder holds more than a lock and temporary files of a killed process."""
     if folder.exists() and any(path.name != ".lock" and not _ORPHAN.fullmatch(path.name) for path in folder.iterdir()):
         raise FileExistsError(f"{folder.absolute()} is not empty; choose another folder")
 
 
 def check_writable(folder: Path) -> None:
-    """Make `folder`, and check that files can be made in it, before hours of work.
-
-    Raises:
-        OSError: that is not so; the error names the folder.
-    """
+    """Make a folder, and check that files can be made in it, before hours of work. The OSError names the folder."""
     with atomic_path(folder / ".writable"):
         pass
     (folder / ".writable").unlink()

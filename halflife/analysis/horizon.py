@@ -70,12 +70,10 @@ class RetainedEnergy:
 
 
 def retained_energy(fast: Tensor, lags: Tensor, slow: Tensor, reset: Tensor) -> Tensor:
-    """The energy of `RetainedEnergy` under GateRank, of both states together, `[L, H]`.
+    """The energy of `RetainedEnergy` under GateRank, of both states together, `[L, H]`, at ascending `lags [L]`.
 
-    Args:
-        fast, slow: inclusive sums of the log-decays of each state along one sequence, `[T, H, K]`.
-        lags: `[L]`, ascending.
-        reset: each token's next reset, `[T, H, K]`, T for none.
+    `fast` and `slow` are inclusive sums of the log-decays of each state along one sequence, and `reset` is each token's
+    next reset, T for none: `[T, H, K]` each.
     """
     starts = write_tokens(len(fast), lags)
     energies = []

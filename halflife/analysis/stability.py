@@ -48,15 +48,9 @@ class GradientNorms(Record):
 
 @torch.no_grad()
 def state_stability(model: LanguageModel, ids: Tensor, positions: Sequence[int]) -> list[PositionStability]:
-    """Follow disturbances of the state from some positions t to 2t.
+    """Follow disturbances of the state from some positions t, from 1 to half of a text, to 2t in texts `ids [B, L]`.
 
-    Args:
-        model: a model whose layers decay their state (SKA and softmax attention are not followed).
-        ids: texts `[B, L]`.
-        positions: positions t, at least 1 and at most L / 2.
-
-    Raises:
-        ValueError: a position does not fit.
+    The layers of the model decay their state. SKA and softmax attention are not followed.
     """
     if not positions or min(positions) < 1 or 2 * max(positions) > ids.shape[1]:
         raise ValueError(f"positions must lie between 1 and {ids.shape[1] // 2}, half of a text; got {[*positions]}")

@@ -154,10 +154,8 @@ def _folders_here() -> str:
 
 
 def read_command(arguments: list[str]) -> Any:
-    """Return the command of a command line, with the options of its --config file; raises as `read_options`.
-
-    Raises:
-        SystemExit: tyro refuses the command line.
+    """Return the command of a command line, with the options of its --config file; raises as `read_options`, or as
+    tyro.
     """
     command = parse(arguments)
     job = getattr(command, "job", None)

@@ -19,10 +19,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
     """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`.
 
-    With `quantize` "int8" its weights are int8.
-
-    Raises:
-        ValueError: a weight is not finite. The scores and texts of such a model would look like those of a bad one.
+    With `quantize` "int8" its weights are int8. A weight that is not finite is a ValueError, because the scores and
+    texts of such a model would look like those of a bad one.
     """
     model = load_any(folder)
     if bad := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
@@ -35,13 +33,9 @@ def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer in a folder.
+    """Return the tokenizer in a folder, or raise a ValueError that says why there is none for the model.
 
     It is the bytes that `config.json` names, or one of transformers, or the bytes that a vocabulary of 256 implies.
-
-    Raises:
-        ValueError: the folder holds no tokenizer and the vocabulary is not one of bytes, the folder holds the model of
-            a task, the tokenizer cannot be read, or it has more ids than the model.
     """
     from halflife.data import tokenizers
     from halflife.runs.folder import FolderKind, folder_kind

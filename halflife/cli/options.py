@@ -28,12 +28,8 @@ EXIT_PARTLY_FAILED = 3  # the exit code of a command that has ended its work, of
 def read_options(command: Command) -> Command:
     """Return the command with the options of its file `command.job.config`, and defaults for all others.
 
-    The file is YAML or JSON. Keys are the options' names, with "-" or "_"; `set` is a list of `group.option=value` or
-    a mapping.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, an unknown key (the message lists the known ones), or a value of
-            the wrong type.
+    The file is YAML or JSON. Keys are the options' names, with "-" or "_"; `set` is a list of `group.option=value` or a
+    mapping. An unknown key, or a value of the wrong type, is a ValueError.
     """
     from halflife.lab.experiments.values import convert, load_yaml
 
@@ -86,10 +82,8 @@ def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Comman
 def check_resume(command: Any, name: str, *allowed: str) -> None:
     """Check a command with or without --resume, and sign the file `name` of the folder where --trust-data asks for it.
 
-    The options `allowed` may be given with --resume, beside those that confirm the origin or print less.
-
-    Raises:
-        ValueError: other options are given, because a resumed job has its settings; or --trust-data has no folder.
+    The options `allowed` may be given with --resume, beside those that confirm the origin or print less. Others are a
+    ValueError, because a resumed job has its settings.
     """
     from halflife.data.trust import confirm
 

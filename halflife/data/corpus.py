@@ -287,11 +287,7 @@ class Corpus:
         return cls._from_folder(stream.folder, index, pinned, tokenizer)
 
     def split(self, name: str) -> Split:
-        """The split of a name: "train", "validation" or "test".
-
-        Raises:
-            ValueError: an unknown name.
-        """
+        """The split "train", "validation" or "test"."""
         check_choice("split", name, SPLITS)
         return self._splits[name]
 

@@ -36,11 +36,7 @@ class HubSource:
 
     @classmethod
     def parse(cls, source: str) -> HubSource:
-        """Parse `hf:…`.
-
-        Raises:
-            ValueError: `source` does not have the form of `GRAMMAR`.
-        """
+        """Parse `hf:…`; a ValueError shows the `GRAMMAR`."""
         if (match := _SOURCE.fullmatch(source)) is None:
             raise ValueError(f"{source!r} is not a data set of the hub; write {GRAMMAR}")
         found = match.groupdict()

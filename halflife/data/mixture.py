@@ -15,11 +15,7 @@ PERIOD_ROWS = 1000  # rows after which each source has given its share, rounded 
 
 
 def read_weights(sources: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Divide `source=weight` into sources and weights; without any weight, the weights are empty.
-
-    Raises:
-        ValueError: only some sources have a weight, or a weight is not positive.
-    """
+    """Divide `source=weight` into sources and positive weights, which all or none of the sources have."""
     names, weights = [], []
     for source in sources:
         name, sign, weight = str(source).rpartition("=")

@@ -40,11 +40,7 @@ class Plan:
 
 
 def scan(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> Plan:
-    """Read every document and assign it to a split.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: a file that cannot be read, or too few documents.
-    """
+    """Read all documents once, check them, and assign each to a split; raises as `documents`."""
     keys, total, replaced = array("Q"), 0, 0
     for path in files:
         content, before = hashlib.sha256(), replaced

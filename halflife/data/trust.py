@@ -41,11 +41,7 @@ def unsigned(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def confirm(path: Path) -> None:
-    """Sign a file that somebody else wrote, because the user trusts it.
-
-    Raises:
-        OSError: the key or the file cannot be written.
-    """
+    """Sign a file that somebody else wrote, because the user trusts it."""
     if path.is_file():
         saved = unsigned(read_json_object(path))
         write_json(path, {**saved, SIGNATURE: _signature(saved)})
@@ -58,13 +54,11 @@ def check_origin(
     files: Sequence[Sequence[str]] = (),
     tokenizer: str = "bytes",
 ) -> None:
-    """Check that this user signed a file, or that what it names lies in its folder or below the current folder.
+    """Raise a ValueError unless this user signed a file, or what it names lies in its folder or below the current
+    folder.
 
     `saved` is the content of the file. `sources`, `files` and `tokenizer` are the text that it names, as in
     `CorpusConfig`, with absolute paths.
-
-    Raises:
-        ValueError: neither is so; the message names what the file names.
     """
     with suppress(OSError, RuntimeError):
         if hmac.compare_digest(str(saved.get(SIGNATURE)).encode(), _signature(unsigned(saved)).encode()):

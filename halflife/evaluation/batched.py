@@ -31,10 +31,8 @@ def loglikelihoods(
 ) -> list[tuple[float, bool]]:
     """Return log p(continuation | context) in nats for each pair, and whether every token of it is the likeliest.
 
-    Args:
-        model: the model, on its device and in evaluation mode.
-        pairs: token ids of (context, continuation); a context has at least one token.
-        batch_size: most continuations in a batch.
+    `pairs` are token ids of (context, continuation), with a token or more in a context. A batch has at most
+    `batch_size` continuations.
     """
     # Sorting puts equal contexts side by side, and contexts of similar length into one batch, the longest first.
     order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), *map(tuple, pairs[i])))

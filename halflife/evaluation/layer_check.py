@@ -31,16 +31,9 @@ class Finding(NamedTuple):
 def check_layer(
     name: str, *, hidden_size: int = 32, checks: Sequence[str] = (), options: Mapping[str, Any] | None = None
 ) -> list[Finding]:
-    """Check a registered layer with random parameters, in float64.
+    """Check a registered layer with random parameters, in float64: all of `CHECKS`, or those of `checks`.
 
-    Args:
-        name: one of `LAYERS.names()`.
-        hidden_size: D.
-        checks: those of `CHECKS` that are made, or all.
-        options: options of the layer. Without others it has 4 heads and chunks of 4 tokens, as far as it takes these.
-
-    Raises:
-        ValueError: the name or an option is unknown.
+    Without other `options` it has 4 heads and chunks of 4 tokens, as far as it takes these.
     """
     given = {**taken(LAYERS[name], OFFERED), **(options or {})}
     make = partial(_made, name, hidden_size, given)
@@ -168,8 +161,7 @@ CHECKS: dict[str, Callable[[Make, int], str]] = {
 def check_imported(names: Sequence[str]) -> list[str]:
     """Check layers of users without their options, and return the faults that are no reason to refuse them.
 
-    Raises:
-        ValueError: a layer looks ahead, so that it would learn from the tokens that it should predict.
+    A layer that looks ahead is a ValueError, because it would learn from the tokens that it should predict.
     """
     faults = []
     for name in names:

@@ -58,11 +58,7 @@ On a command line: `halflife generate {folder} "Once upon a time"`.
 
 
 def write_card(run: LanguageRun) -> Path | None:
-    """Write the card of a finished run, with a figure of its decays; None for a run without a trained model.
-
-    Raises:
-        ValueError: the weights are damaged, or of another model.
-    """
+    """Write the card of a finished run, with a figure of its decays; None for a run without a trained model."""
     if not run.result or "diverged" in run.result or not (run.path / WEIGHTS).exists():
         return None
     figure = _draw_decays(run.path)

@@ -124,12 +124,7 @@ def decoded(tokenizer: Any, token: int) -> str:
 
 
 def read_text(files: Sequence[Path], tokenizer: Any, tokens: int) -> tuple[Tensor, list[int]]:
-    """The first ids of files, at most `tokens`, and the number of tokens of each file. Each file is a document.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: there is no token.
-    """
+    """The first ids of files, at most `tokens`, and the number of tokens of each file. Each file is a document."""
     documents: list[Tensor] = []
     for file in files:
         ids = torch.from_numpy(tokenizer.encode(read_bytes(file))[: tokens - sum(map(len, documents))])
@@ -143,10 +138,7 @@ def read_text(files: Sequence[Path], tokenizer: Any, tokens: int) -> tuple[Tenso
 def read_task(model: Readable, folder: Path, tokens: int | None = None) -> tuple[Tensor, list[Pair], str]:
     """A sequence of the task that a run was validated on, its pairs with the model's answers, and the task's name.
 
-    `tokens` is the length of the sequence; None means that of the validation.
-
-    Raises:
-        FileNotFoundError: the folder does not name a task.
+    `tokens` is the length of the sequence; None means that of the validation. Other folders are a FileNotFoundError.
     """
     run = read_json_object(folder / RUN_JSON, optional=True)
     tasks = run.get("validation")
@@ -162,10 +154,8 @@ def read_task(model: Readable, folder: Path, tokens: int | None = None) -> tuple
 def find_pairs(inputs: Tensor, labels: Tensor, logits: Tensor) -> list[Pair]:
     """The questions of a sequence whose key and value stand next to each other before it.
 
-    Args:
-        inputs: token ids `[T]`.
-        labels: the right answers `[T]`, negative where nothing is asked.
-        logits: those of the model, `[T, vocabulary]`.
+    `inputs [T]` are token ids, `labels [T]` the right answers, negative where nothing is asked, and `logits` those of
+    the model, `[T, vocabulary]`.
     """
     pairs, chances = [], logits.softmax(-1)
     for asked in (labels >= 0).nonzero().flatten().tolist():

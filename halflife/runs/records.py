@@ -115,11 +115,7 @@ def write_scores(path: Path, scores: Iterable[Score]) -> None:
 
 
 def read_scores(path: Path, text: str) -> Iterator[Score]:
-    """The rows of a table with the content `text`.
-
-    Raises:
-        ValueError: the table is truncated or damaged; the message names the file and the line.
-    """
+    """The rows of a table with the content `text`. A ValueError names the file and the line that is damaged."""
     rows = csv.DictReader(text.splitlines(), strict=True)
     names = rows.fieldnames or ()
     missing = set(COLUMNS) - set(ADDED) - set(names)

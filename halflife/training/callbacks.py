@@ -34,11 +34,7 @@ class Diverged(RuntimeError):
 
 
 def check_weights(model: nn.Module, step: int) -> None:
-    """Check the weights after the last step, whose gradient no later loss shows.
-
-    Raises:
-        Diverged: a weight is not finite.
-    """
+    """Raise `Diverged` if a weight is not finite after the last step, whose gradient no later loss shows."""
     local = (x.to_local() if isinstance(x, DTensor) else x for x in (p.detach() for p in model.parameters()))
     bad = torch.tensor(float(any(not x.isfinite().all() for x in local)))
     if torch.distributed.is_initialized():

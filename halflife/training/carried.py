@@ -57,10 +57,6 @@ class CarriedStates:
 
 
 def require_constant_state(model: LanguageModel, name: str) -> None:
-    """Check that the state of a model does not grow with the text.
-
-    Raises:
-        ValueError: it does, as in softmax attention.
-    """
+    """Raise a ValueError if the state of a model grows with the text, as in softmax attention."""
     if model.state_size(1) != model.state_size(2):
         raise ValueError(f"--carry-state needs a state of constant size, and that of {name} grows with the text")

@@ -21,14 +21,9 @@ MAX_NAMES_SHOWN = 4  # names in a message
 
 
 def local_folder(source: str) -> Path:
-    """Return a folder with a model: the folder itself, or that of the hub's cache for a name on the hub.
+    """Return a folder with a model: the folder itself, or that of the hub's cache for `owner/name[@revision]`.
 
-    Args:
-        source: a folder, `owner/name` or `owner/name@revision`.
-
-    Raises:
-        FileNotFoundError: there is no such folder, and it is no name on the hub.
-        ConnectionError: the hub cannot be reached, and its cache does not hold the model.
+    Neither is a FileNotFoundError. It is a ConnectionError if the hub does not answer and its cache lacks the model.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -43,18 +38,11 @@ def local_folder(source: str) -> Path:
 
 
 def start_of(source: str, vocab_size: int) -> tuple[ModelConfig, str, str, int]:
-    """Return what a run needs to know of the weights that it starts from.
+    """What a run needs to know of the weights that it starts from, in a folder or on the hub (`local_folder`).
 
-    Args:
-        source: see `local_folder`. The model is ours, or one that `halflife convert` converts.
-        vocab_size: ids of the tokenizer. The embeddings grow where the model has fewer.
-
-    Returns:
-        The configuration of the model with grown embeddings, the absolute path of its folder, the SHA-256 of its
-        weights, and the number of tokens that it has in the folder.
-
-    Raises:
-        FileNotFoundError, ConnectionError, ValueError: see `local_folder` and `load_any`.
+    The embeddings grow where the model has fewer tokens than `vocab_size`, the ids of the tokenizer. Returns the
+    configuration with grown embeddings, the absolute path of the folder, the SHA-256 of the weights, and the number of
+    tokens in the folder.
     """
     folder = local_folder(source).resolve()
     config = load_any(folder).config
@@ -69,12 +57,7 @@ def digest(folder: Path) -> str:
 
 @torch.no_grad()
 def load_start(model: LanguageModel, folder: Path, expected: str) -> None:
-    """Copy the weights in a folder, whose SHA-256 is `expected`, into a new model. New tokens keep their new rows.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: the weights have changed since the run began, or they are of another model.
-    """
+    """Copy the weights in a folder, whose SHA-256 is `expected`, into a new model. New tokens keep their new rows."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}, from which the run starts")
     if digest(folder) != expected:
@@ -91,11 +74,7 @@ def load_start(model: LanguageModel, folder: Path, expected: str) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let no gradient reach the parameters whose names match one of the patterns, such as `embedding*`.
-
-    Raises:
-        ValueError: a pattern matches no parameter, or no parameter is left to train.
-    """
+    """Let no gradient reach the parameters whose names match one of the patterns, such as `embedding*`."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

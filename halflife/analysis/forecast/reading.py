@@ -141,9 +141,7 @@ def crossing(lags: Sequence[int], values: Sequence[float], level: float) -> floa
 
 def in_float64(model: Rememberer) -> Rememberer:
     """A copy of one of our models in float64, which gives differences of states more exactly; others are unchanged.
-
-    Raises:
-        ValueError: the state of a layer is no matrix that is linear in what was written.
+    Raises as `require_linear_memory`.
     """
     if not isinstance(model, LanguageModel):
         return model

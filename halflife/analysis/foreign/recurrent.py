@@ -19,10 +19,7 @@ class RecurrentModel(ForeignModel):
     """A model of transformers with states as our models have them, in float32.
 
     The state of a layer is `{"memory": [B, H, K, V], "conv": …, "position": [B]}`. The weights of `foreign` become
-    float32.
-
-    Raises:
-        ValueError: a layer has another memory than one matrix a head, such as the cache of softmax attention.
+    float32. A layer with another memory, such as the cache of softmax attention, is a ValueError.
     """
 
     def __init__(self, foreign: ForeignModel) -> None:

@@ -37,12 +37,8 @@ def has_readings(model_type: str) -> bool:
 
 @torch.no_grad()
 def observe_foreign(model: ForeignModel, ids: Tensor, take: Take) -> dict[Place, str]:
-    """`observe` for a model of transformers.
-
-    A converted mixer whose outputs differ from those of the original is not shown.
-
-    Raises:
-        ValueError: mixers of this type of model are not converted.
+    """`observe` for a model of transformers, whose type must be in `MIXERS`. A converted mixer whose outputs differ
+    from those of the original is not shown.
     """
     config = model.model.config.get_text_config()
     if config.model_type not in MIXERS:

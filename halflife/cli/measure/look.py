@@ -105,11 +105,7 @@ def lens_of(
     folder: Path, label: str, text: Sequence[Path], tokens: int | None, tokenizer_name: str | None, device: str,
     progress: Progress,
 ) -> Lens:  # fmt: skip
-    """The lens of the model in a folder on a text, or without one on a sequence of the task that it was trained on.
-
-    Raises:
-        FileNotFoundError, ValueError: as `report.look.read_text` and `read_task`, or as `look`.
-    """
+    """The lens of the model in a folder on a text, or without one on a sequence of the task that it was trained on."""
     from halflife.analysis.look.foreign import load_for_lens
     from halflife.cli.checkpoint import load_tokenizer
     from halflife.data import tokenizers

@@ -140,11 +140,8 @@ class Experiment:
     def configure(self, settings: Any, cell: Cell) -> CellConfig:
         """The configuration of one model, learning rate and seed, with the user's overrides.
 
-        The model may be a control, `base@state(target)` or `base@parameters(target)`.
-
-        Raises:
-            ValueError: the base cannot have as much state, or as many parameters, as the target; an override has an
-                unknown name, or a value without meaning; or a layer cannot act (`check_layers_act`).
+        The model may be a control, `base@state(target)` or `base@parameters(target)`. It is a ValueError if the base
+        cannot have as much of it as the target, an override has no meaning, or a layer cannot act (`check_layers_act`).
         """
         base, kind, target = split_control(cell.model) or (cell.model, "", "")
         config = self.build_cell(settings, dataclasses.replace(cell, model=base))
@@ -190,11 +187,7 @@ class Experiment:
             write_text(folder / SUMMARY_MD, summary)
 
     def settings_at(self, scale: str, changes: Mapping[str, Any]) -> ExperimentSettings:
-        """The settings of a scale with some of them replaced.
-
-        Raises:
-            ValueError: an unknown scale, or a setting that this experiment does not have.
-        """
+        """The settings of a scale with some of them replaced; an unknown scale or setting is a ValueError."""
         check_choice("scale", scale, self.scales)
         known = [field.name for field in dataclasses.fields(self.settings)]
         for name in changes:

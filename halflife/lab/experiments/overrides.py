@@ -61,11 +61,7 @@ class Group:
 
 
 def parse_overrides(written: Sequence[str]) -> Options:
-    """The values by name of `["mixer.power=2", …]`. Values are YAML, and the last of equal names wins.
-
-    Raises:
-        ValueError: an entry without a name, or a value that is no YAML.
-    """
+    """The values by name of `["mixer.power=2", …]`. Values are YAML, and the last of equal names wins."""
     parsed: Options = {}
     for entry in written:
         name, equals, value = entry.partition("=")

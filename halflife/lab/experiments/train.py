@@ -78,12 +78,10 @@ def configure(
 
 
 def load_config(folder: Path) -> LanguageConfig:
-    """The configuration of the run in `folder`.
+    """The configuration of the run in a folder.
 
-    Raises:
-        FileNotFoundError: the folder holds no run.
-        ValueError: the folder holds a run of another kind, its `run.json` is damaged or of a newer version, or
-            somebody else wrote it and it names what lies elsewhere; the message names the settings or the places.
+    A ValueError says that the folder holds a run of another kind, that `run.json` is damaged or of a newer version, or
+    that somebody else wrote it and it names what lies elsewhere.
     """
     path = folder / RUN_JSON
     if not path.exists():
@@ -122,12 +120,9 @@ def load_config(folder: Path) -> LanguageConfig:
 def run_language(
     config: LanguageConfig, folder: Path, *, execution: ExecutionConfig, samples: Sequence[str] = (), command: str = ""
 ) -> dict[str, Any]:
-    """Run, or continue, `config` in `folder`; write figures, samples and the report. Returns the result.
+    """Run, or continue, `config` in a folder; write figures, samples and the report. Returns the result.
 
-    Args:
-        execution: memory, processes and display.
-        samples: prompts that the trained model continues, in `samples.txt`.
-        command: the command line, recorded in `versions.json`.
+    The trained model continues the prompts `samples`, in `samples.txt`. `versions.json` has the `command` line.
     """
     from halflife.report.redraw import write_report
     from halflife.runs.samples import write_samples

@@ -27,11 +27,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str, what: str) -> Any:
-    """The value of a YAML (or JSON) text.
-
-    Raises:
-        ValueError: it is neither; the message calls it `what`.
-    """
+    """The value of a YAML (or JSON) text; a ValueError calls it `what`."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -39,10 +35,8 @@ def load_yaml(text: str, what: str) -> Any:
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint`: whole numbers as floats, lists as tuples, text as paths.
-
-    Raises:
-        ValueError: the value has another type; the message names the option `name` and the type.
+    """Return `value` as the type `hint`: whole numbers as floats, lists as tuples, text as paths. A ValueError calls it
+    `name`.
     """
     try:
         return _convert(value, hint)
@@ -118,11 +112,7 @@ def describe(hint: Any) -> str:
 
 
 def parse_count(text: str) -> int:
-    """Return a number of tokens that is written as 500K, 20M, 1.5B or 1000000.
-
-    Raises:
-        ValueError: the text is no such number.
-    """
+    """Return a number of tokens that is written as 500K, 20M, 1.5B or 1000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper().replace("_", ""))
     if not match:
         raise ValueError(f"{text!r} is no number of tokens; write 500K, 20M, 1.5B or 1000000")

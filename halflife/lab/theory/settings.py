@@ -32,11 +32,7 @@ class TheorySettings:
     """Seed of random spectra, simulations and the bootstrap."""
 
     def validate(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ValueError: if a number is out of range.
-        """
+        """Raise a ValueError if a number is out of range."""
         if self.channels < 2 or self.length < 10 or not self.beta > 0 or self.tokens < 1:
             raise ValueError(
                 "need at least 2 channels, a length of 10, β > 0 and a token; "

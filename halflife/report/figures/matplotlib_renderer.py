@@ -259,11 +259,7 @@ def digest(figure: Figure) -> str:
 
 
 def check_format(suffix: str) -> str:
-    """Return the format if figures can be written in it.
-
-    Raises:
-        ValueError: the format is unknown; the message lists the known ones.
-    """
+    """Return the format if figures can be written in it; a ValueError lists those that can."""
     if suffix not in _METADATA:
         raise ValueError(f"unknown format {suffix!r}; choose from {', '.join(_METADATA)}")
     return suffix

@@ -19,13 +19,9 @@ TYPED = """<p class="hint"><a href="/">Talk to the model</a></p>
 
 
 def chat_page(name: str, *, chat: bool, key: bool, most: int) -> str:
-    """The HTML of the page to talk to a model.
+    """The HTML of the page to talk to a model, which answers messages (`chat`) or continues a text.
 
-    Args:
-        name: the model's name.
-        chat: whether it answers messages; otherwise it continues a text.
-        key: whether the server asks for a key.
-        most: the most tokens that it writes at once.
+    `key` says whether the server asks for a key, and `most` is the most tokens that it writes at once.
     """
     script = '"use strict";\n' + ASK + (HERE / "chat.js").read_text(encoding="utf-8")
     words = {"label": "Message", "send": "Send", "rows": 3, "summary": ANSWERS} if chat else {

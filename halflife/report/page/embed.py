@@ -17,13 +17,8 @@ HERE = Path(__file__).parent
 def page(name: str, title: str, script: str, data: Any, connect: bool = False, **fields: Any) -> str:
     """The HTML of a page: `page.html` around the body `name.html`, with the style sheet of that name.
 
-    Args:
-        name: of the body and of its style sheet.
-        title: the page's title, as text.
-        script: the script that it runs.
-        data: what the script reads, as JSON.
-        connect: whether the script may ask the server that the page came from.
-        fields: what stands for the names of the body, as HTML.
+    The `script` reads `data`, as JSON. With `connect` it may ask the server that the page came from. `fields` are HTML
+    for the names in the body.
     """
     whole, body = (Template((HERE / file).read_text(encoding="utf-8")) for file in ("page.html", f"{name}.html"))
     return whole.substitute(

@@ -39,14 +39,10 @@ class Pair:
 
 
 def look_page(title: str, data: dict[str, Any] | None, above: str = "", script: str = "", connect: bool = False) -> str:
-    """The HTML of a lens.
+    """The HTML of a lens: `data` of `look_data`, or None where `script` gets it, with HTML `above`.
 
-    Args:
-        title: the page's title.
-        data: that of `look_data`; None where `script` gets it.
-        above: HTML above the lens.
-        script: a script that follows that of the lens, and may call its function `lens(data)`.
-        connect: whether the scripts may ask the server that the page came from.
+    A `script` follows that of the lens, and may call its function `lens(data)`. With `connect` it may ask the server
+    that the page came from.
     """
     script = (HERE / "look.js").read_text(encoding="utf-8") + script
     return page("look", title, script, data, connect=connect, above=above)

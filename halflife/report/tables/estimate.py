@@ -58,11 +58,7 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
 
 
 def print_plans(needs: Needs, model: str, gpus: int, gpu: str) -> None:
-    """Print a row for 1, 2, 4, … to `gpus` GPUs: what each of them needs at least, and the longest row.
-
-    Raises:
-        ValueError: there are fewer than 1, or the kind is unknown.
-    """
+    """Print a row for 1, 2, 4, … to `gpus` GPUs: what each of them needs at least, and the longest row."""
     from halflife.training.plan import GPUS
 
     if gpus < 1:

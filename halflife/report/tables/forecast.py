@@ -184,12 +184,7 @@ def write_forecasts(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def read_forecasts(path: Path) -> dict[str, Any]:
-    """Read a `forecast.json` back, with lags beyond the longest one as infinity.
-
-    Raises:
-        FileNotFoundError: if the file is missing.
-        ValueError: if it is damaged, or another file.
-    """
+    """Read a `forecast.json` back, with lags beyond the longest one as infinity; raises as `read_json`."""
     result = read_json(path)
     if not isinstance(result, dict) or not all(isinstance(result.get(key), list) for key in ("models", "texts")):
         raise ValueError(f"{path} is no forecast of `halflife forecast`")

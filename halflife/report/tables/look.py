@@ -39,10 +39,8 @@ def look_table(lens: Lens) -> Table:
 def lost_by(left: np.ndarray, faded: np.ndarray) -> tuple[float, float]:
     """The share of the writes in the first half of a text that is lost at its end, and of that the overwritten.
 
-    The rest of what is lost faded with the decay.
-
-    Args:
-        left, faded: the share of each write that is left at the end, and that the decay alone would have left, `[T]`.
+    The rest of what is lost faded with the decay. `left [T]` is the share of each write that is left at the end, and
+    `faded` what the decay alone would have left.
     """
     first = slice(0, max(1, len(left) // 2))
     left, faded = left[first].clip(0, 1), faded[first].clip(0, 1)

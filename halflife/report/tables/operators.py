@@ -15,11 +15,10 @@ HEADINGS = ("layer", "head", "σ max", "|λ|", "lasts", "kept", "κ(G̃)", "left
 
 
 def operators_of(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return the models that have an SKA layer, from `ModelMeasurements.to_dict()`.
+    """The models of `ModelMeasurements.to_dict()` that have an SKA layer, as `{…, "delta", "models": [{"model",
+    "checkpoint", "layers"}]}`.
 
-    Returns:
-        `{"text", "tokenizer", "length", "sequences", "delta", "models": [{"model", "checkpoint", "layers"}]}`.
-        "layers" are those of `measure_operators`. "delta" is the limit of persistent modes, `koopman.modes`.
+    "layers" are those of `measure_operators`, and "delta" is the limit of persistent modes, `koopman.modes`.
     """
     models = [
         {"model": model["model"], "checkpoint": model["checkpoint"], "layers": model["operators"]}

@@ -37,17 +37,11 @@ PREDICTORS: dict[str, Callable[[float, float], list[float]]] = {
 
 
 def measure(folder: Path, rows: Rows, configure: Callable[[Cell], TrainConfig], ids: Tensor) -> list[dict[str, Any]]:
-    """Measure the decays of every selected run that has some, before and after training.
+    """Measure the decays of every selected run that has some, before and after training, on sequences `ids [B, T]`.
 
-    Args:
-        folder: the folder of the comparison. Runs that its `decay_regression.json` has are not measured again.
-        rows: the rows of `results.csv`.
-        configure: the configuration of a run, as `Experiment.configure` gives it.
-        ids: the sequences `[B, T]` that are read.
-
-    Returns:
-        One dict a run: "model", "seed", "learning_rate", "loss", and "init" and "trained", each with "median", the
-        median λ, and "spread", the distance of its quartiles, as means over layers, and "medians" of the layers.
+    Runs that the folder's `decay_regression.json` has are not measured again. Returns a dict a run: "model", "seed",
+    "learning_rate", "loss", and "init" and "trained", each with "median", the median λ, and "spread", the distance of
+    its quartiles, as means over layers, and "medians" of the layers.
     """
     file = folder / DECAY_REGRESSION_JSON
     known = {_key(one): one for one in (read_json(file)["runs"] if file.exists() else [])}
@@ -139,9 +133,7 @@ def regressions(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def report(folder: Path, rows: Rows, decays: Callable[[Path, Rows], list[dict[str, Any]]]) -> str:
     """Measure decays, write `decay_regression.json`, and return the regressions in Markdown; "" for too few rows.
 
-    Args:
-        folder, rows: see `measure`.
-        decays: returns what `measure` does.
+    `decays` returns what `measure` does.
     """
     if len({row["model"] for row in rows if row["selected"]}) < FEWEST_ROWS:
         return ""

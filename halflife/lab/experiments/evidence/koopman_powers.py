@@ -90,10 +90,8 @@ class MapCell:
 
 
 def split(name: str) -> tuple[str, MapCell]:
-    """The model and the cell of a name `model:cell`; without a cell it is h1.
-
-    Raises:
-        ValueError: an unknown model or cell, or masked fillers for a model that reads no mask.
+    """The model and the cell of a name `model:cell`; without a cell it is h1. Unknown names are a ValueError, and so
+    are masked fillers for a model that reads no mask.
     """
     model, _, written = name.partition(":")
     if model not in (known := [*KOOPMAN, RIDGE, *BASELINES]):
@@ -265,14 +263,10 @@ def untrained(cell: MapCell) -> dict[str, float]:
 
 
 def untrained_recall(task: MQAR, *, power: int, mix: float = 1.0, gamma: float = 1.0, masked: bool = False) -> float:
-    """Return the share of answers that SKA without weights recalls.
+    """Return the share of answers that SKA without weights recalls with K (`power`), μ (`mix`) and γ.
 
     Each token id is one random unit vector, which is its query, key and value. The answer is the value's id with the
-    largest product. A query reads all tokens before its first step.
-
-    Args:
-        power, mix, gamma: K, μ and γ.
-        masked: whether only facts enter the sums.
+    largest product. A query reads all tokens before its first step, or facts alone if `masked`.
     """
     generator = torch.Generator().manual_seed(0)
     ids = F.normalize(torch.randn(task.vocab_size, 48, generator=generator, dtype=torch.float64), dim=-1)

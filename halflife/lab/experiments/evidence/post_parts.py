@@ -66,10 +66,8 @@ def models(base: str) -> tuple[str, ...]:
 
 
 def split(name: str) -> tuple[str, str]:
-    """The preset of a name `base:part` or `base`, and the part, "" for none.
-
-    Raises:
-        ValueError: an unknown part, or one that the architecture does not have.
+    """The preset of a name `base:part` or `base`, and the part, "" for none; a ValueError if the architecture does not
+    have it.
     """
     base, _, part = name.partition(":")
     if part and part not in PARTS:

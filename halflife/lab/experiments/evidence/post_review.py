@@ -54,11 +54,7 @@ CELLS = tuple(dict.fromkeys(cell for scale in GRIDS for cell in cells(scale)))
 
 
 def parse(name: str) -> tuple[str, int, int]:
-    """The model, N and T of `model:NxT`.
-
-    Raises:
-        ValueError: the name has no such cell, or the model is another than Mamba-2.
-    """
+    """The model, N and T of `model:NxT`; a ValueError if there is no such cell, or the model is another than Mamba-2."""
     model, _, cell = name.rpartition(":")
     check_choice("cell NxT", cell, CELLS)
     if split(model)[0].partition("+")[0] != "mamba2":
@@ -162,9 +158,7 @@ def lengths(pairs: int, train: int) -> list[int]:
 def points(rows: Rows, least: float) -> Iterator[dict[str, Any]]:
     """The mean error over seeds of every model at its selected rate, at every position.
 
-    Args:
-        rows: the rows of `results.csv`.
-        least: half of it stands for an error of 0, which a test with so many examples cannot tell from it.
+    Half of `least` stands for an error of 0, which a test with so many examples cannot tell from it.
     """
     errors: dict[tuple[str, int], list[float]] = {}
     guesses: dict[tuple[str, int], float] = {}

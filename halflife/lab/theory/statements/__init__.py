@@ -15,12 +15,10 @@ __all__ = ["BOUND", "IDENTITY", "NUMBER", "statements"]
 
 
 def statements(seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Evaluate every statement on draws of this seed.
+    """Evaluate every statement on draws of this seed: name → "source" (paper and place), "what", "kind" and "value".
 
-    Returns:
-        Name → "source" (paper and place), "what" (the quantity), "kind" (`IDENTITY`, `BOUND` or `NUMBER`) and "value".
-        The value of an identity is its largest relative error. That of a bound is the largest quotient of the value and
-        the bound, which is at most 1 if the statement is true. Other values are numbers or lists of numbers.
+    The value of an identity is its largest relative error. That of a bound is the largest quotient of the value and the
+    bound, which is at most 1 if the statement is true. Other values are numbers or lists of numbers.
     """
     papers = (post, decay, gate_rank, ska)
     return {name: row for paper in papers for name, row in paper.statements(seed).items()}

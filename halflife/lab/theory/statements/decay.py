@@ -28,11 +28,8 @@ def median_decay(name: str, layer: int = 0, tokens: int = 1, **options: Any) -> 
 
 
 def shift_error(log_decay: Tensor, generator: torch.Generator) -> float:
-    """Return how much the output of linear attention with RoPE changes if all positions move by 7 tokens.
-
-    Args:
-        log_decay: g `[1, T, 1, K]`.
-        generator: of queries, keys and values.
+    """Return how much the output of linear attention with RoPE and log-decays `[1, T, 1, K]` changes if all positions
+    move by 7 tokens.
     """
     shape = log_decay.shape
     q, k, v = torch.randn(3, *shape, generator=generator, dtype=torch.float64)

@@ -48,13 +48,10 @@ def rwkv7_timescales(logits: Tensor, tapers: Tensor, position: float) -> Tensor:
 
 
 def printed_coherence(anchor: Tensor, gap: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the largest coherence of rates θ + (k − 1) ζ(c), and the bound that Prop. 4.5 prints for it.
+    """Return the largest coherence of N rates θ + (k − 1) ζ(c), and the bound that Prop. 4.5 prints for it, `[…]`.
 
-    The proposition takes the p of Def. 4.4 as rates. The ratio of neighbouring rates then falls with k.
-
-    Args:
-        anchor, gap: θ > 0 and ζ(c), `[…]`.
-        channels: N.
+    The proposition takes the p of Def. 4.4 as rates. The ratio of neighbouring rates then falls with k. `anchor` is θ >
+    0, and `gap` is ζ(c).
     """
     rates = anchor.unsqueeze(-1) + gap.unsqueeze(-1) * torch.arange(channels, dtype=anchor.dtype)
     largest = torch.stack([coherence(one.log()).fill_diagonal_(0).max() for one in rates.reshape(-1, channels)])
