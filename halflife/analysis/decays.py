@@ -99,9 +99,6 @@ def measure_decays(model: Readable, ids: Tensor, progress: Progress = ignore) ->
 
     Returns:
         One entry for each layer with a decay.
-
-    Raises:
-        ValueError: if `ids` are not sequences of two or more tokens.
     """
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"ids must be [B, T] with B ≥ 1 and T ≥ 2; got {tuple(ids.shape)}")

@@ -82,9 +82,6 @@ def model_spectrum(
         positions: positions of base spectra, from 1. None means `standard_positions` of the training length that PoST
             knows, or of the text's length.
         progress: see `measure_decays`.
-
-    Raises:
-        ValueError: see `measure_decays`.
     """
     if positions is None:
         positions = standard_positions(post_length(model) or (None if ids is None else ids.shape[1]))

@@ -75,9 +75,6 @@ def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]
 
     Args:
         ids: sequences `[N, T]`. Each is read from its start.
-
-    Raises:
-        ValueError: if `ids` are not sequences.
     """
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 1:
         raise ValueError(f"ids must be [N, T] with N ≥ 1 and T ≥ 1; got {tuple(ids.shape)}")

@@ -49,10 +49,6 @@ class TextIds:
             bytes where there is none.
         length: tokens of a sequence.
         sequences: the number of sequences, evenly spread over the text.
-
-    Raises:
-        FileNotFoundError: a file or the tokenizer is missing.
-        ValueError: the text is damaged or too short.
     """
 
     def __init__(self, files: Sequence[Path], tokenizer: str | None, length: int, sequences: int) -> None:

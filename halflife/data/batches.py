@@ -72,9 +72,6 @@ class Batches(Dataset[dict[str, Tensor]]):
         mode: "packed", "concatenated" or "continued".
         rank, world_size: the part of each batch that is returned. The parts of all ranks, in order, form the batch.
         steps: number of batches; None for one epoch.
-
-    Raises:
-        ValueError: settings without meaning, or a split that is smaller than a batch.
     """
 
     def __init__(

@@ -293,11 +293,7 @@ class Corpus:
 
 
 def bits_per_byte(loss_nats: float, tokens: int, bytes: int) -> float:
-    """A mean cross-entropy per token, in nats, as bits per byte of the text, which compare across tokenizers.
-
-    Raises:
-        ValueError: `bytes` is less than 1.
-    """
+    """A mean cross-entropy per token, in nats, as bits per byte of the text, which compare across tokenizers."""
     if bytes < 1:
         raise ValueError(f"bits per byte need at least one byte; got {bytes}")
     return loss_nats * tokens / (bytes * math.log(2))

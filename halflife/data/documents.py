@@ -63,9 +63,6 @@ def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None 
     """The files of `sources` in order, without duplicates. The files of a glob or folder are sorted.
 
     Data sets of the hub are downloaded into `cache`; their column `field` is kept.
-
-    Raises:
-        FileNotFoundError: a source does not exist or matches no file.
     """
     if not sources:
         raise ValueError("a corpus needs at least one source")

@@ -40,11 +40,7 @@ def _is_number(text: str) -> bool:
 
 
 def shares(weights: Sequence[float]) -> np.ndarray:
-    """The rows of each source among `PERIOD_ROWS` rows, at least 1: `[sources]`, int64.
-
-    Raises:
-        ValueError: there are more sources than rows.
-    """
+    """The rows of each source among `PERIOD_ROWS` rows, at least 1: `[sources]`, int64."""
     if len(weights) > PERIOD_ROWS:
         raise ValueError(f"at most {PERIOD_ROWS} sources can be mixed; got {len(weights)}")
     exact = np.asarray(weights) / np.sum(weights) * PERIOD_ROWS

@@ -77,9 +77,6 @@ def assign(keys: np.ndarray, fractions: tuple[float, float]) -> np.ndarray:
 
     The hashes `keys [documents]` are uniform over 64 bits. The smallest are for validation, the next ones for the test,
     by the shares in `fractions`. A split with a positive share has at least one hash.
-
-    Raises:
-        ValueError: fewer distinct documents than splits.
     """
     distinct = np.unique(keys)
     validation, test = (int(fraction > 0) for fraction in fractions)

@@ -176,9 +176,6 @@ def pretrained(name: str, local: bool = False) -> Any:
     """Load a tokenizer of transformers from a folder, or as `owner/name[@revision]` from the hub or the hub's cache.
 
     The cache alone is read where the hub cannot be reached, or with `local`.
-
-    Raises:
-        FileNotFoundError: there is none.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -210,9 +207,6 @@ def train_tokenizer(sources: Sequence[str | Path], kind: str, vocab_size: int, f
 
     Returns:
         The tokenizer; its first token ends a document.
-
-    Raises:
-        FileNotFoundError, ValueError: as of `documents`, an unknown kind, or fewer tokens than the bytes need.
     """
     from tokenizers import Tokenizer as Rust
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -268,11 +262,7 @@ def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
 
 
 def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
-    """Evenly spaced pieces of a text `ids [N]` that do not overlap: `[B, T]`, B ≤ `sequences`, T = min(length, N).
-
-    Raises:
-        ValueError: the text or the length has fewer than 2 tokens, or `sequences` is less than 1.
-    """
+    """Evenly spaced pieces of a text `ids [N]` that do not overlap: `[B, T]`, B ≤ `sequences`, T = min(length, N)."""
     if length < 2 or sequences < 1:
         raise ValueError(f"need a length of 2 tokens or more and at least 1 sequence; got {length} and {sequences}")
     if len(ids) < 2:

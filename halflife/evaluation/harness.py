@@ -96,11 +96,7 @@ class Adapter:
         return self.text.name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat. Without `add_generation_prompt` the last message is to be continued.
-
-        Raises:
-            ValueError: the tokenizer has no chat template.
-        """
+        """Return the text of a chat. Without `add_generation_prompt` the last message is to be continued."""
         from jinja2 import TemplateError
 
         if not getattr(self.tokenizer, "chat_template", None):

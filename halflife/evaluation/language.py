@@ -29,9 +29,6 @@ def by_position(model: LanguageModel, rows: Iterable[tuple[Tensor, Tensor]]) -> 
         model: the model, on its device and in evaluation mode.
         rows: pairs of `input_ids [B, T]` and `labels [B, T]`, with one T for all. A label is the next token, or −100 if
             there is none.
-
-    Raises:
-        ValueError: there are no rows.
     """
     total = count = None
     with fast_linears(model):
@@ -131,10 +128,6 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
         "bits_per_byte" and "perplexity" (of a token), with their standard errors "bits_stderr" and "perplexity_stderr"
         over `BLOCKS` equal blocks of the text (NaN for a text of fewer tokens), and those of a guess among all tokens,
         "bits_guess" and "perplexity_guess"; "tokens", the number of predicted tokens, and "bytes", of the file.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file has fewer than two tokens.
     """
     measured = {}
     for file in files:

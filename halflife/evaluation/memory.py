@@ -112,9 +112,6 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
         config: configuration of the model. A small model with one layer of each kind is built from it.
         dtype: dtype of the model, "float32" or "bfloat16". Recurrent states are float32 in both.
         cache_dtype: dtype of tensors that grow with the length, "float32", "bfloat16" or "float8"; None means `dtype`.
-
-    Raises:
-        ValueError: a dtype is unknown, or the size of a state follows no known law.
     """
     _check_dtypes(dtype, cache_dtype)
     small, layers = one_layer_of_each_kind(config)
@@ -257,11 +254,6 @@ def measure_memory(
         "constant", "per_token", "per_digit", "most_digits", "bytes": [one a length], "smaller_from", "layers",
         "ska"}]`. Sizes are in bytes; `StateSize` has their meaning.
         "smaller_from" is the first length at which the state is smaller than the cache, or None.
-
-    Raises:
-        FileNotFoundError: a folder holds no model.
-        ValueError: there is no model or no length, a model is repeated, a length is below 1, a name is unknown, the
-            sizes do not fit, or those of trained models differ.
     """
     from halflife.models.load import configurations
 

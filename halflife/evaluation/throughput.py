@@ -35,9 +35,6 @@ def interleaved(
         candidates: name → function to time. If its first call does extra work, call it once before.
         rounds: least number of rounds.
         seconds: further rounds start until this time has passed.
-
-    Raises:
-        ValueError: rounds is below 1.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1; got {rounds}")
@@ -130,10 +127,6 @@ def measure_steps(
         The settings, "timed", which is "training step" or "forward pass", and "models", `[{"model", "parameters",
         "seconds": [one a length], "tokens_per_second": […]}]`. The numbers are None where a step does not fit into the
         memory of an accelerator.
-
-    Raises:
-        ValueError: there is no model or no length, a model is repeated, a number is below 1, a name is unknown, or no
-            step fits into the memory.
     """
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
@@ -221,12 +214,7 @@ class Decoder:
 
 
 def resident_memory(field: str = "VmRSS") -> int:
-    """Return the bytes of memory that this process holds now (field "VmRSS") or held at its peak ("VmHWM"), on Linux.
-
-    Raises:
-        FileNotFoundError: there is no /proc.
-        ValueError: the field is unknown.
-    """
+    """Return the bytes of memory that this process holds now (field "VmRSS") or held at its peak ("VmHWM")."""
     if not STATUS.exists():
         raise FileNotFoundError(f"memory is read from {STATUS}, which only Linux has")
     fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())

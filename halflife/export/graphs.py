@@ -71,9 +71,6 @@ def initial_state(model: LanguageModel, batch: int = 1, max_length: int | None =
     Args:
         batch: B, sequences.
         max_length: slots of the caches of softmax attention; see `check_max_length`.
-
-    Raises:
-        ValueError: neither zeros nor a log-sum of nothing, −∞, is that state, or `max_length` does not fit.
     """
     check_max_length(model, 1, max_length)
     ids = torch.arange(5, device=model.embedding.weight.device).remainder(model.config.vocab_size).expand(batch, -1)

@@ -51,9 +51,6 @@ def write_onnx(
         tokens: tokens of a piece of the prompt graph.
         batch: sequences of each graph.
         max_length: as in `graphs.export`.
-
-    Raises:
-        ValueError: the model cannot be exported, or a graph gives other numbers than the model.
     """
     check_max_length(model, tokens, max_length)
     folder.mkdir(parents=True, exist_ok=True)

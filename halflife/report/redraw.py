@@ -75,10 +75,6 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         run_dir: the folder of a comparison or of a run of `halflife train`, with the `spectrum/` of `halflife spectrum`
             and the `forecast/` of `halflife forecast` in it; or a folder of `halflife forecast`, which has no page.
         formats: png, svg, pdf.
-
-    Raises:
-        FileNotFoundError: the folder is of another kind, or one of its files is missing; the message names it.
-        ValueError: a file is truncated or damaged, or a format is unknown.
     """
     for suffix in formats:
         check_format(suffix)

@@ -54,10 +54,6 @@ def make_runner(
             GPUs, otherwise 0.
         worker_timeout: seconds without a sign of life after which a worker is killed; None for `WORKER_TIMEOUT`. A
             worker gives none while it is stopped, gets no processor, or waits.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: an unknown name or an impossible number, or nothing answers at the address.
     """
     if on == "local":
         if not cpus_per_run is gpus_per_run is worker_timeout is None:

@@ -35,12 +35,7 @@ ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "
 
 @dataclass(frozen=True)
 class SlurmRunner:
-    """Runs the jobs of a sweep as jobs of Slurm. It waits for all of them; an error of one does not stop the others.
-
-    Raises:
-        ImportError: submitit is not installed.
-        ValueError: this machine has no Slurm, or an option is unknown, missing or impossible.
-    """
+    """Runs the jobs of a sweep as jobs of Slurm. It waits for all of them; an error of one does not stop the others."""
 
     # "name=value", with the names of sbatch: "time" in minutes, which must be given, "partition", "account", "mem",
     # "qos", "constraint", "gres", …

@@ -272,11 +272,7 @@ def _mean_of_training(folders: Sequence[Path], key: str) -> float:
 
 
 def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
-    """Create the folder of a sweep, with its configuration and the versions of the packages that run it.
-
-    Raises:
-        FileExistsError: the folder holds a sweep already, or something else.
-    """
+    """Create the folder of a sweep, with its configuration and the versions of the packages that run it."""
     if (folder / CONFIG_JSON).exists():
         raise FileExistsError(f"{folder} holds a comparison already; continue it with --resume {folder}")
     check_new_folder(folder)

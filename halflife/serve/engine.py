@@ -98,11 +98,7 @@ class Engine:
         return job
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Let the engine's thread, which alone may run the model, call a function between two turns.
-
-        Raises:
-            Stopping: `close` was called.
-        """
+        """Let the engine's thread, which alone may run the model, call a function between two turns."""
         future: Future[Result] = Future()
         with self._wake:
             if self._stopping:

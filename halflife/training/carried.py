@@ -25,11 +25,7 @@ class CarriedStates:
         self.rows: ModelState | None = None  # of all rows of a step, from a checkpoint
 
     def before(self, part: Tensor) -> ModelState | None:
-        """Return the state before the rows of a micro-batch, or None where they begin anew.
-
-        Raises:
-            ValueError: the rows continue others, and the checkpoint of the run holds no states.
-        """
+        """Return the state before the rows of a micro-batch, or None where they begin anew."""
         index, count, begins = part.tolist()
         if begins:
             return None

@@ -166,11 +166,7 @@ class ExecutionConfig:
         return world_size() // self.context_parallel
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """The number of micro-batches of a batch, over all processes.
-
-        Raises:
-            ValueError: the processes and micro-batches cannot share the rows of a batch equally.
-        """
+        """The number of micro-batches of a batch, over all processes."""
         world, micro = self.replicas, self.micro_batch_size
         rows = batch_size // world if micro is None else micro
         if rows < 1 or batch_size % (rows * world):

@@ -25,9 +25,6 @@ def schedule(name: str, steps: int, learning_rate: float, *, floor: float, decay
         learning_rate: the highest learning rate of the run.
         floor: the last learning rate as a share of the highest.
         decay: the share of the steps in which "wsd" decays.
-
-    Raises:
-        ValueError: an unknown name, or a share outside [0, 1].
     """
     for what, share in (("floor", floor), ("decay", decay)):
         if not 0 <= share <= 1:

@@ -68,11 +68,7 @@ def shard(objective: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write a checkpoint into `folder`; every process writes its shards.
-
-    Raises:
-        OSError: a process could not write.
-    """
+    """Write a checkpoint into `folder`; every process writes its shards."""
     writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
     try:
         write(cast(Any, _tensors(model, optimizer)), storage_writer=writer)
@@ -81,11 +77,7 @@ def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
 
 
 def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load a checkpoint of `save`. The number of processes may differ from that of `save`.
-
-    Raises:
-        ValueError: a shard cannot be read.
-    """
+    """Load a checkpoint of `save`. The number of processes may differ from that of `save`."""
     tensors = _tensors(model, optimizer)
     try:
         read(cast(Any, tensors), storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))

@@ -70,9 +70,6 @@ def forecast_recall(
 
     Returns:
         The forecast, whose values are fractions of recalled pairs.
-
-    Raises:
-        ValueError: if a layer's state is not a matrix that is linear in what was written, or a lag is below the window.
     """
     require_window(window, lags)
     model = in_float64(model)

@@ -117,10 +117,6 @@ def measure_forecasts(
         pairs, length: K and T of MQAR for models of transformers. `length` is their T of a text as well.
         beginning: tokens of a text whose influence is measured.
         text_window: the further tokens of a text that are read for the forecast.
-
-    Raises:
-        FileNotFoundError: if there is no checkpoint, or a file of the text is missing.
-        ValueError: if there is no model that can be asked; the message has the reason for each.
     """
     from rich.console import Console
     from rich.progress import track

@@ -42,9 +42,6 @@ def measure_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, be
 
     Returns:
         The influence at each lag, in nats per token.
-
-    Raises:
-        ValueError: the texts are too short, or a layer's state is no matrix that is linear in what was written.
     """
     model = in_float64(model)
     text = _Text(ids, beginning, lags[-1])
@@ -69,9 +66,6 @@ def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, b
 
     Returns:
         The forecast, whose values are influences in nats per token.
-
-    Raises:
-        ValueError: as `measure_influence`, a lag is below the window, or the beginning has no influence at lag 0.
     """
     require_window(window, lags)
     model = in_float64(model)

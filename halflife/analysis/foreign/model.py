@@ -61,9 +61,6 @@ class ForeignModel:
         model: any model of transformers with a decoder; `blocks` has one entry for each of its layers.
         name: the model's label.
         window: the number of tokens that it reads in one call, at least 4. Its state is carried between calls.
-
-    Raises:
-        ValueError: the model has no list of layers, or a layer has two decays.
     """
 
     def __init__(self, model: Any, name: str, window: int = WINDOW_TOKENS) -> None:

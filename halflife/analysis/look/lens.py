@@ -112,9 +112,6 @@ def look(model: Readable, ids: Tensor, *, documents: Sequence[int] | None = None
         ids: the tokens, `[T]` or `[1, T]`.
         documents: the number of tokens of each document in the text. None is a single one.
         progress: is called with 1 for each layer of each document that is read.
-
-    Raises:
-        ValueError: there is no token, the documents do not add up, or no layer can be shown.
     """
     ids = ids.reshape(-1).cpu()
     lengths = (len(ids),) if documents is None else tuple(documents)

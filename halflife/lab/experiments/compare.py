@@ -86,9 +86,6 @@ class Comparison:
 
         Args:
             rows: sequences of a micro-batch; None for whole batches.
-
-        Raises:
-            ValueError: micro-batches of an experiment on tasks.
         """
         self.check_micro_batches(rows)
         found = []
@@ -145,9 +142,6 @@ def plan_comparison(
         learning_rates: tried for every model; None for those of the experiment.
         settings: settings of the experiment that replace those of the scale.
         overrides: options of every run by their dotted names, such as `{"mixer.power": 2}`.
-
-    Raises:
-        ValueError: an unknown name, a combination without meaning, or sizes that do not fit.
     """
     kind, tested = _experiment_name(tasks, experiment)
     chosen = EXPERIMENTS[kind]()
@@ -223,10 +217,6 @@ def extend_comparison(
         learning_rates: to try beside those of a model; none for a new model means those of the experiment.
         seeds: the number of seeds from now on, counted from 0; None for as many as before.
         command: the command line that the report shows behind the first one.
-
-    Raises:
-        FileNotFoundError: the folder holds no comparison.
-        ValueError: as `plan_comparison`, or nothing is added to a model that is named, or seeds would be taken away.
     """
     comparison, config = Comparison.load(folder), read_json(folder / CONFIG_JSON)
     experiment, rates, count = comparison.experiment, comparison.learning_rates, comparison.seeds

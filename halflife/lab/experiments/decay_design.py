@@ -95,9 +95,6 @@ def find_variant(name: str) -> Variant:
     """The variant `name`, or `name:released`, the same row as the paper's authors ran it.
 
     `tpe/gla:ours` and the others with TPE have our Toeplitz layer, for which the paper has no loss.
-
-    Raises:
-        ValueError: an unknown variant (the message lists them), or a row whose released form is the printed one.
     """
     row, _, form = name.partition(":")
     if row not in VARIANTS or form not in ("", "released", *(["ours"] if row.startswith("tpe/") else [])):

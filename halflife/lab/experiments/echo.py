@@ -64,9 +64,6 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
 
     Args:
         also: names that the experiment has beside the variants, for the message.
-
-    Raises:
-        ValueError: an unknown variant (the message lists them), or a variant of a preset without SKA.
     """
     base, _, chosen = name.partition(":")
     if not chosen:

@@ -42,9 +42,6 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
 
     Args:
         also: names that the experiment has beside the variants, for the message.
-
-    Raises:
-        ValueError: an unknown variant (the message lists them), or options of states that the preset lacks.
     """
     base, _, chosen = name.partition(":")
     options: dict[str, Any] = {}
@@ -96,9 +93,6 @@ def recipe(name: str) -> tuple[str, int | None, Stages]:
 
     Returns:
         The name that is left, the layers (None for those of the settings), and the stages of training.
-
-    Raises:
-        ValueError: the name has two depths, or two curricula.
     """
     base, _, chosen = name.partition(":")
     parts = chosen.split("-") if chosen else []

@@ -104,9 +104,6 @@ def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> 
         names: `name` or `name:tier`.
         lengths: in tokens.
         pairs: numbers of key-value pairs, for tasks that have pairs.
-
-    Raises:
-        ValueError: an unknown task or tier, or a task that none of the sizes fit.
     """
     for written in names:
         own = with_tier(written)

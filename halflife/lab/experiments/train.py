@@ -56,9 +56,6 @@ def configure(
         schedule_name, floor, decay: see `training.schedules.schedule`.
         model: the model in the place of a preset. Then the name and sizes do not count.
         **settings: other fields of `LanguageConfig`.
-
-    Raises:
-        ValueError: an unknown name, or sizes without meaning.
     """
     if size is not None and size not in SIZES:
         raise unknown("size", size, list(SIZES))

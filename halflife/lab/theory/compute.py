@@ -180,10 +180,6 @@ def compute(
 
     Returns:
         topic → plain data, in which all numbers are finite.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a number is out of range, a topic is unknown or lacks its files, or a file cannot be read.
     """
     from rich.console import Console
     from rich.progress import track

@@ -32,9 +32,6 @@ def autocovariance(sequence: Tensor, max_lag: int, mean: Tensor | float | None =
 
     Returns:
         `[…, max_lag + 1]`.
-
-    Raises:
-        ValueError: if max_lag is not below T.
     """
     length = sequence.shape[-2]
     if not 0 <= max_lag < length:
@@ -172,9 +169,6 @@ def octave_information(buckets: Sequence[tuple[int, int, float]]) -> dict[str, A
         "scales" σ (the ends of the first octaves) and "information" J, one entry for each pair of octaves; "mean" J₀;
         "slack" ε, the smallest with J₀(1 − ε) ≤ J ≤ J₀(1 + ε). The condition fails if ε ≥ 1, since some octave then has
         no information. ε is None if J₀ is not positive.
-
-    Raises:
-        ValueError: if there are fewer than two whole octaves.
     """
     whole = [(last, loss / math.log(2)) for first, last, loss in buckets if last == 2 * (first - 1)]
     if len(whole) < 2:

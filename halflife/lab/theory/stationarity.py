@@ -45,9 +45,6 @@ def block_exponents(
         "factors", "lags", "blocks", and `[b][s]` lists: "exponents", "low", "high". An entry is None where a
         covariance is not positive, and an end of its interval where it is so in a tenth of the bootstrap. "beta" is the
         exponent of `power_law`.
-
-    Raises:
-        ValueError: if a segment has too few blocks for the largest lag, or `power_law` finds no power law.
     """
     law = power_law(sequence, vectors, mean=mean, blocks=blocks, draws=draws, seed=seed)
     table, tokens = centred_vectors(sequence, vectors, mean)
@@ -103,9 +100,6 @@ def spectral_density(
     Returns:
         "slope", "low", "high" (its interval by a bootstrap over the segments); and lists with one entry per octave:
         "frequencies" (in cycles per token, their geometric mean), "density", "error" and "used" (in the fit).
-
-    Raises:
-        ValueError: if the fit has fewer than three octaves.
     """
     table, tokens = centred_vectors(sequence, vectors, mean)
     size = len(tokens) // blocks

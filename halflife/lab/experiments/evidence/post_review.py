@@ -54,7 +54,7 @@ CELLS = tuple(dict.fromkeys(cell for scale in GRIDS for cell in cells(scale)))
 
 
 def parse(name: str) -> tuple[str, int, int]:
-    """The model, N and T of `model:NxT`; a ValueError if there is no such cell, or the model is another than Mamba-2."""
+    """The model, N and T of `model:NxT`; a ValueError if there is no such cell, or no Mamba-2."""
     model, _, cell = name.rpartition(":")
     check_choice("cell NxT", cell, CELLS)
     if split(model)[0].partition("+")[0] != "mamba2":
