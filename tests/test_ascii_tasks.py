@@ -129,7 +129,7 @@ def test_slices_count_what_stands_in_the_text(name, config):
 
 @each_case
 def test_levels_are_those_of_real_guessers(name, config):
-    if name == "economy" and config["length"] == 3000:
+    if name == "economy" and config["length"] == 2108:
         config = {**config, "length": 2508, "max_gap": 0, "min_gap": 0}  # the gap does not affect scores
     task, count = tasks.build(name, **config), 1500
     batch = task.generate(count, seed=1)
@@ -176,7 +176,7 @@ def test_tiers_reach_both_ends_of_their_ranges(name, tier):
             assert (numbers.min(), numbers.max()) == (getattr(task, low), getattr(task, high))
             share = torch.bincount(numbers - numbers.min()) / 4000
             assert (share - 1 / len(share)).abs().max() < 5 * (1 / len(share) / 4000) ** 0.5
-    assert batch.slices["length"].max() <= task.shortest <= task.length
+    assert batch.slices["length"].max() <= task.shortest == task.length
 
 
 def test_toolcalling_pairs_are_called_once_and_results_spread():

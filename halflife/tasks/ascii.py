@@ -35,7 +35,7 @@ class ToolCalling(TextTask):
     so are the next 100, and so on.
 
     Args:
-        length: T_max; see `TextTask`.
+        length: see `TextTask`.
         min_calls, max_calls: least and largest number of calls; the number is uniform between them.
 
     An answer is right if both digits are. Chance is 1/100. Naming the result of the last call is right with the mean of
@@ -51,8 +51,8 @@ class ToolCalling(TextTask):
     chance = 1 / 100
     whole_answers = True
     tiers: ClassVar = {
-        "easy": {"length": 400, "min_calls": 10, "max_calls": 30},
-        "hard": {"length": 1500, "min_calls": 60, "max_calls": 120},
+        "easy": {"length": 278, "min_calls": 10, "max_calls": 30},
+        "hard": {"length": 1088, "min_calls": 60, "max_calls": 120},
     }
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Amnesia(TextTask):
         kind "recall"  decoys `~X=3;`, with the name of one of the variables and any digit but that variable's
 
     Args:
-        length: T_max; see `TextTask`.
+        length: see `TextTask`.
         kind: "cot" or "recall".
         num_variables: n, 1 to 10.
         min_gap, max_gap: least and largest number of characters of the gap; the number is uniform between them.
@@ -116,10 +116,10 @@ class Amnesia(TextTask):
     name = "amnesia"
     chance = 1 / len(digits)
     tiers: ClassVar = {
-        "cot_easy": {"length": 400, "kind": "cot", "num_variables": 4, "min_gap": 10, "max_gap": 30},
-        "cot_hard": {"length": 3000, "kind": "cot", "num_variables": 4, "min_gap": 150, "max_gap": 300},
-        "recall_easy": {"length": 500, "kind": "recall", "num_variables": 6, "min_gap": 10, "max_gap": 30},
-        "recall_hard": {"length": 2500, "kind": "recall", "num_variables": 6, "min_gap": 80, "max_gap": 200},
+        "cot_easy": {"length": 49, "kind": "cot", "num_variables": 4, "min_gap": 10, "max_gap": 30},
+        "cot_hard": {"length": 319, "kind": "cot", "num_variables": 4, "min_gap": 150, "max_gap": 300},
+        "recall_easy": {"length": 57, "kind": "recall", "num_variables": 6, "min_gap": 10, "max_gap": 30},
+        "recall_hard": {"length": 227, "kind": "recall", "num_variables": 6, "min_gap": 80, "max_gap": 200},
     }
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class Economy(TextTask):
     for a random agent and good.
 
     Args:
-        length: T_max; see `TextTask`.
+        length: see `TextTask`.
         num_agents: number of agents A, B, …
         min_steps, max_steps: least and largest number of moves; the number is uniform between them.
         min_gap, max_gap: least and largest number of characters of the gap; the number is uniform between them.
@@ -60,8 +60,8 @@ class Economy(TextTask):
     name = "economy"
     chance = 1 / HOLDINGS
     tiers: ClassVar = {
-        "easy": {"length": 400, "num_agents": 3, "min_steps": 5, "max_steps": 15, "min_gap": 0, "max_gap": 0},
-        "hard": {"length": 3000, "num_agents": 6, "min_steps": 40, "max_steps": 100, "min_gap": 200, "max_gap": 400},
+        "easy": {"length": 263, "num_agents": 3, "min_steps": 5, "max_steps": 15, "min_gap": 0, "max_gap": 0},
+        "hard": {"length": 2108, "num_agents": 6, "min_steps": 40, "max_steps": 100, "min_gap": 200, "max_gap": 400},
     }
 
     def __post_init__(self) -> None:

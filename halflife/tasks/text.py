@@ -1,6 +1,6 @@
 """Building blocks of tasks in text: tables of statements, and `render`, which joins them and labels the answer.
 
-A token is the ASCII code of a character, V = 128. The text begins at the left, and zeros behind it fill T_max. The text
+A token is the ASCII code of a character, V = 128. The text begins at the left, and zeros behind it fill the row. The text
 ends with the query, `?…=`. The answer is predicted one character at a time, as by any language model. Its first
 character is the label at `=`. Each further character is the label at the character before it, so all characters of the
 answer but the last are part of the input.
@@ -26,15 +26,18 @@ from halflife.tasks.layout import VOCABULARY, check_sizes
 class TextTask(Task):
     """Base of the tasks in text.
 
+    The tiers have the least possible length. The paper's T_max of 400 to 3,000 adds zeros behind every text, which no
+    causal model reads.
+
     Slices: `length`, the number of characters up to the last scored position.
     """
 
     scalable = False
 
     vocab_size: int = VOCABULARY  # V, always 128
-    length: int = 400  # T_max, at least the number of characters of the longest possible text
+    length: int = 400  # T, at least the number of characters of the longest possible text
 
-    tiers: ClassVar[dict[str, dict[str, int | str]]]  # the paper's settings
+    tiers: ClassVar[dict[str, dict[str, int | str]]]  # the paper's settings, but for T_max
 
     def __post_init__(self) -> None:
         check_sizes(self, self.shortest)
@@ -71,7 +74,7 @@ def render(parts: list[Tensor], answer: Tensor, length: int, **slices: Tensor) -
         parts: parts of the texts in their order, codes `[N, any shape]`, with 0 for no character. The first part holds
             the facts.
         answer: codes of the answer, `[N, characters]`.
-        length: T_max.
+        length: T.
         **slices: further slices, `[N]` or `[N, 1]`.
     """
     size = answer.shape[1]

@@ -84,7 +84,7 @@ def check_layers_act(config: Any) -> None:
         return
     size = max(own.get("chunk_size", SKA_CHUNK) for own in in_chunks)
     tasks = [task for mixture in getattr(config, "mixtures", ()) for task in mixture]
-    # texts end before T_max
+    # texts may end before T
     texts = [task.generate(256, 0).slices["length"].max().item() for task in tasks if not task.scalable]
     longest = max([task.length for task in tasks if task.scalable] + texts or config.sequences())
     if longest <= size:
