@@ -154,12 +154,20 @@ class _Read(torch.autograd.Function):
             dgamma = dgamma + (dx * x).sum((0, -2, -1))
             dx = gamma * dx + weight * mixed
         bs.append(_solve(factor, dx) / unit)
-        dgram = -torch.cat(bs, -2).mT @ torch.cat(xs[::-1], -2)
-        dtransition = gamma * (torch.cat(bs[:-1], -2).mT @ torch.cat(xs[-2::-1], -2)) if len(xs) > 1 else None
+        dgram = -_products(bs, xs[::-1])
+        dtransition = gamma * _products(bs[:-1], xs[-2::-1]) if len(xs) > 1 else None
         dvalues = dy.mT @ weighted_sum(weights, xs)
         dunit = ctx.ridge * dgram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         dsettings = dgamma[:, None, None], dweights[..., None, None], None
         return None, dgram, dtransition, dvalues, dunit, bs[-1], *dsettings
+
+
+def _products(bs: list[Tensor], xs: list[Tensor]) -> Tensor:
+    """Σ b_iᵀ x_i over rows `[..., S, R]`, without joined copies of either."""
+    total = bs[0].mT @ xs[0]
+    for b, x in zip(bs[1:], xs[1:], strict=True):
+        total += b.mT @ x
+    return total
 
 
 def _solve(factor: Tensor, b: Tensor) -> Tensor:
