@@ -105,7 +105,7 @@ class Amnesia(TextTask):
     Chance is 1/10, and naming any variable's digit scores 1/n. Slices: `length`; `num_variables`; `depth`, the number
     of variables before the queried one; `gap`; `decoys`, the number of decoys with the queried name. Source: Echo,
     Appendix G.4; format in docs/tasks.md. The paper gives gaps in tokens in G.4 and in steps in H.2, to which its T_max
-    of about 12 characters a step would fit. Here they are in tokens, and a step has 6 tokens.
+    of 10 to 16 characters a step would fit. Here they are in tokens, and a step has 6 tokens.
     """
 
     kind: str = "cot"

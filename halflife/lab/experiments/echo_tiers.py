@@ -63,11 +63,11 @@ class EchoTiers(Experiment):
     tier. SKA stands beside the last two layers, on the residual stream. Every query reads the operator of all
     tokens in the action mask (Appendix F); the chunks of 64 tokens are those of Mamba-3's scan (G.2, G.5).
 
-    Departures: bfloat16 in the place of float16. Rows end with the longest text, not at T_max: the zeros behind it reach
-    no answer but through the norm of SKA, the largest of all keys. The sizes for `economy` are those of tool calls,
-    because Table 5 does not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`. Figure 3 says
-    400k parameters; the models of `amnesia` have 612,288, and 687,760 with SKA and the lift. The heads of Mamba-3 have
-    64 and 48 numbers, twice the d/H of Table 5, because its inner width is 2 d. `--set model.norm=rms` takes the
+    Departures: bfloat16 in the place of float16. Rows end with the longest text, not at T_max; zeros behind it reach an
+    answer only through SKA's norm, the largest of all keys. The sizes for `economy` are those of tool calls, because
+    Table 5 does not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`. Figure 3 says 400k
+    parameters; the models of `amnesia` have 612,288, and 687,760 with SKA and the lift. The heads of Mamba-3 have 64
+    and 48 numbers, twice the d/H of Table 5, because its inner width is 2 d. `--set model.norm=rms` takes the
     LayerNorm's place.
 
     Further variants have what the paper says failed: `cg-ska-1.5-gated`, `cg-ska-1.5-token` and `ska-1.5-shared`.
