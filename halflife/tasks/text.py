@@ -3,8 +3,10 @@
 A token is the ASCII code of a character, V = 128. The text begins at the left, and zeros behind it fill the row. The
 text ends with the query, `?…=`. The answer is predicted one character at a time, as by any language model. Its first
 character is the label at `=`. Each further character is the label at the character before it, so all characters of the
-answer but the last are part of the input. Examples differ in length. They are therefore built from rows of tables that
-hold every possible statement, with zeros in place of a shorter or an absent statement. `render` removes these zeros.
+answer but the last are part of the input.
+
+Examples differ in length. They are therefore built from rows of tables that hold every possible statement, with zeros
+in place of a shorter or an absent statement. `render` removes these zeros.
 """
 
 from __future__ import annotations
