@@ -15,6 +15,9 @@ from typecheck import install
 # Without a GPU, our Triton kernels run in Triton's interpreter. It must be chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from interpreter import quicken
+
+    quicken()
 
 # Processes that tests start also have one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
