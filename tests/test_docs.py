@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -97,10 +98,11 @@ def mentions(text):
                 yield before
 
 
-def parse(arguments):
+@cache
+def parse(*arguments):
     """Parse a command line of `halflife`. Raise a ValueError if the parser refuses it."""
     try:
-        cli.parse(arguments[2:] if arguments[0] == "--import" else arguments, console_outputs=False)
+        cli.parse([*arguments[2:]] if arguments[0] == "--import" else [*arguments], console_outputs=False)
     except SystemExit as error:
         raise ValueError(
             f"halflife {shlex.join(arguments)}: there is no such command, or it lacks something"
@@ -113,14 +115,14 @@ def check(words):
     if "halflife.cli" in arguments:
         program, arguments = "halflife", arguments[arguments.index("halflife.cli") + 1 :]
     if program == "halflife":
-        parse(arguments)
+        parse(*arguments)
     elif program == "make":
         shown = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
         if shown.returncode:
             raise ValueError(f"make {shlex.join(arguments)}: {shown.stderr.strip()}")
         for line in shown.stdout.splitlines():
             if line.startswith(".venv/bin/halflife "):
-                parse(shlex.split(line.partition("||")[0])[1:])
+                parse(*shlex.split(line.partition("||")[0])[1:])
     elif program == "python" and arguments[0].endswith(".py"):
         if not (ROOT / arguments[0]).exists():
             raise ValueError(f"there is no {arguments[0]}")

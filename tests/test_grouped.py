@@ -85,7 +85,7 @@ def repeated(tensors, heads):
     return {n: x.repeat_interleave(heads // x.shape[2], 2) if n in "qk" else x for n, x in tensors.items()}
 
 
-@crossed(form=FORMS, groups=[(4, 2, 2), (4, 1, 1), (6, 2, 3), (4, 1, 4)], layout=LAYOUTS)
+@crossed(strength=1, form=FORMS, groups=[(4, 2, 2), (4, 1, 1), (6, 2, 3), (4, 1, 4)], layout=LAYOUTS)
 def test_groups_are_repeated_heads(form, groups, layout):
     op, i, backend, dtype = form
     tensors, states = ({n: x.to(dtype) for n, x in part.items()} for part in inputs(op, i, groups, layout))

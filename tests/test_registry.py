@@ -77,13 +77,12 @@ HELD = {"attention": (), "fox": ("forget",), "ska": ("gram", "transition", "valu
 DECAYS_DRAWN = {"A_log", "dt_bias"}  # drawn after maps whose draws depend on their dtype
 # Decays that differ from another one in numbers alone, or in what test_decay_forms.py tests.
 NUMBERS = ("gla_released", "mamba2_released", "hgrn2_released", "tnl_released", "tnl_l_released", "retnet_paper")
-FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in (*NUMBERS, *LATER)]
+# The block of `simple` with another decay has the same state; which decay it is matters within a token alone.
+STREAMED = [name for name in CONFIGURATIONS if "-" not in name and name not in (*NUMBERS, *LATER)]
 LEARNING = ["mamba2", "gated_deltanet", "rwkv7", "gla", "llama", "echo"]
-each_model = pytest.mark.parametrize("name", slow_beyond(FAST, CONFIGURATIONS))
+each_model = pytest.mark.parametrize("name", slow_beyond(STREAMED, CONFIGURATIONS))
 # Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).
 CAUSAL = [name for name in CONFIGURATIONS if name != "echo_paper"]
-# The block of `simple` with another decay has the same state; which decay it is matters within a token alone.
-STREAMED = [name for name in FAST if "-" not in name]
 each_streamed_model = pytest.mark.parametrize("name", slow_beyond(STREAMED, CAUSAL))
 
 

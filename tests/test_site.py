@@ -12,6 +12,9 @@ from test_house import FLOORS
 
 from halflife import ops
 
+# `make docs` refuses a broken page too, in a workflow of its own.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from helpers import generator
-from test_registry import CONFIGURATIONS, build, tokens
+from pairwise import slow_beyond
+from test_registry import CONFIGURATIONS, STREAMED, build, tokens
 
 from halflife import Session
 from halflife.data.tokenizers import load_tokenizer
@@ -13,6 +14,7 @@ from halflife.serve.engine import Engine
 from halflife.serve.jobs import Done, Failed, Job, Settings
 
 LENGTH = 80
+each_state = pytest.mark.parametrize("name", slow_beyond(STREAMED, CONFIGURATIONS))
 LAYOUTS = {
     "rows": {},
     "packed": {"cu_seqlens": torch.tensor([0, 30, 30, 31, LENGTH])},
@@ -34,7 +36,7 @@ def memory(*tensors):
     return {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@each_state
 def test_a_state_owns_its_memory(name):
     model = build(name).eval()
     with torch.no_grad():
@@ -46,7 +48,7 @@ def test_a_state_owns_its_memory(name):
                 assert_owned(new)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@each_state
 def test_a_state_with_gradients_owns_its_memory(name):
     """The state of a first piece of training, whose inputs are embeddings: it shares no memory with them."""
     model = build(name)
@@ -60,7 +62,7 @@ def test_a_state_with_gradients_owns_its_memory(name):
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@each_state
 def test_sessions_and_caches_own_their_memory(name, tmp_path):
     model, ids = build(name).eval(), tokens(LENGTH)
     session = Session(model, piece_size=50).feed(ids)
@@ -75,7 +77,7 @@ def test_sessions_and_caches_own_their_memory(name, tmp_path):
     assert_owned(cache.state)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@each_state
 def test_the_server_keeps_states_that_own_their_memory(name):
     """Prompts are read together, and their states are rows of one batch until each is stored."""
     model, events = build(name).eval(), []

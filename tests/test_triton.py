@@ -177,7 +177,8 @@ def test_head_sizes(update, form):
     check(update, inputs(update, mode, 37, key=key, value=value))
 
 
-@pytest.mark.parametrize("update", ["linear", pytest.param("delta", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("update", OP)
 def test_large_heads(update):
     check(update, inputs(update, "gate_rank", 20, key=256, value=80))
 
@@ -205,7 +206,7 @@ def test_groups(update, mode, shared):
     close(update, got, want)
 
 
-@crossed(strength=1, mode=["scalar", "gate_rank"])
+@pytest.mark.parametrize("mode", ["scalar", pytest.param("gate_rank", marks=pytest.mark.slow)])
 def test_the_heads_of_mamba2(mode):
     """Several blocks of keys and one of values, with tiles of their own, and gradients of heads in 16 bits."""
     given = in_dtype(inputs("linear", mode, 70, heads=2, key=128, value=64, gain=True), torch.bfloat16)

@@ -32,14 +32,14 @@ def with_nan(arguments, name):
 @cases(
     "op, granularity, name, cu_seqlens",
     ("linear_attention", "scalar", "g", None),
-    ("linear_attention", "vector", "g", None),
+    pytest.param("linear_attention", "vector", "g", None, marks=pytest.mark.slow),
     ("linear_attention", "vector", "g", [0, 30, 50]),
     pytest.param("linear_attention", "gate_rank", "g_fast", None, marks=pytest.mark.slow),
     ("linear_attention", "gate_rank", "g_slow", [0, 30, 50]),
-    ("delta_rule", "scalar", "g", [0, 30, 50]),
+    pytest.param("delta_rule", "scalar", "g", [0, 30, 50], marks=pytest.mark.slow),
     ("delta_rule", "vector", "g", None),
     pytest.param("delta_rule", "gate_rank", "g_slow", None, marks=pytest.mark.slow),
-    ("dplr", "scalar", "g", None),
+    pytest.param("dplr", "scalar", "g", None, marks=pytest.mark.slow),
     ("dplr", "vector", "a", [0, 30, 50]),
     pytest.param("dplr", "vector", "q", None, marks=pytest.mark.slow),
 )

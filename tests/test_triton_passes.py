@@ -87,7 +87,7 @@ def test_convolution(width, dtype, activation, bias, state, final, bounds, wide)
 
 
 @crossed(
-    strength=1, unit=[(32, 16), (16, 16), (64, 32), (64, 64), (128, 128), (12, 6)], dtype=DTYPES,
+    strength=1, unit=[(32, 16), (64, 32), (128, 128), (12, 6)], dtype=DTYPES,
     activation=["silu", None], bounds=[None, [0, 1, 1, 3, 12, 21]], state=[True, False],
 )  # fmt: skip
 def test_convolution_to_unit_vectors(unit, dtype, activation, bounds, state):

@@ -380,33 +380,32 @@ def test_where_a_kernel_takes_maps(monkeypatch):
     assert run(x, y)[1] == 0
 
 
-DECODED = {
-    "mamba2+post+gate_rank": (1, 4), "gated_deltanet": (2,), "gla": (3,), "llama": (1,), "simple": (1,), "kda": (1,),
-    "comba": (1,), "mesa": (1,), "mamba2+ska": (1,), "rwkv7": (1,), "hgrn2": (2,), "retnet": (2,),
-    "mamba3": (1,), "mamba3_echo": (1,),
-}  # fmt: skip
+DECODED = (
+    ("mamba2+post+gate_rank", 1), ("mamba2+post+gate_rank", 4), ("gated_deltanet", 2), ("gla", 3), ("llama", 1),
+    ("simple", 1), ("kda", 1), ("comba", 1), ("mesa", 1), ("mamba2+ska", 1), ("rwkv7", 1), ("hgrn2", 2), ("retnet", 2),
+    ("mamba3", 1), ("mamba3_echo", 1),
+)  # fmt: skip
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", slow_beyond([*DECODED][:1], [*DECODED]))
-def test_models_decode_by_kernels(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "batch"), [DECODED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in DECODED[1:])]
+)
+def test_models_decode_by_kernels(name, batch, monkeypatch):
     """Whole models whose layers take the way of a GPU."""
     torch.manual_seed(0)
     model = LanguageModel(preset(name, hidden_size=32, num_layers=2, vocab_size=16, num_heads=2)).to(DEVICE).eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    for batch in DECODED[name]:
-        ids = torch.randint(16, (batch, 7), device=DEVICE)
-        want, (_, state) = model(ids)[0][:, 4:], model(ids[:, :4])
-        got = []
-        with monkeypatch.context() as patched:
-            as_on_a_gpu(patched)
-            for t in range(4, 7):
-                logits, state = model(ids[:, t : t + 1], state)
-                got.append(logits)
-        assert_close(torch.cat(got, 1), want, 2e-5)
-        for after, whole in zip(state, model(ids)[1], strict=True):
-            assert_close(after, whole, 2e-5)
+    ids = torch.randint(16, (batch, 6), device=DEVICE)
+    (_, state), (want, whole), got = model(ids[:, :4]), model(ids), []
+    as_on_a_gpu(monkeypatch)
+    for t in range(4, 6):
+        logits, state = model(ids[:, t : t + 1], state)
+        got.append(logits)
+    assert_close(torch.cat(got, 1), want[:, 4:], 2e-5)
+    for after, exact in zip(state, whole, strict=True):
+        assert_close(after, exact, 2e-5)
 
 
 def test_where_a_kernel_takes_tokens(monkeypatch):
