@@ -102,6 +102,23 @@ def attention() -> dict[str, list[Launch]]:
     return found
 
 
+def koopman() -> dict[str, list[Launch]]:
+    """The launches of Koopman attention of a token with a state, in bfloat16."""
+    from halflife.ops.backends.triton.koopman_token import _koopman_token
+
+    found: dict[str, list[Launch]] = {}
+    for heads, rank, width in ((16, 24, 64), (16, 48, 64)):
+        k, v, square = meta(1, 1, heads, rank), meta(1, 1, heads, width), meta(1, heads, rank, rank)
+        sums = [square, square.clone(), meta(1, heads, width, rank), meta(1, heads), meta(1, heads, rank)]
+        waiting = [meta(1, 63, heads, rank), meta(1, 63, heads, width), meta(1, dtype=torch.long)]
+        q, k, v, of_head = k.bfloat16(), k.bfloat16(), v.bfloat16(), meta(heads)
+        with offline_kernels.captured(found.setdefault(f"token, koopman, {rank} and {width}", [])):
+            _koopman_token(
+                q, k, v, [*sums, *waiting], of_head, of_head, of_head, 1.0, 1.0, 1, 1e-3, "causal", torch.bfloat16
+            )
+    return found
+
+
 def launches() -> dict[str, list[Launch]]:
     """Case → its launches."""
     layers = {
@@ -118,7 +135,7 @@ def launches() -> dict[str, list[Launch]]:
         for name, parts in FORMS.items()
         for key, value in SIZES
     }
-    return steps | layers | maps() | attention() | decays()
+    return steps | layers | maps() | attention() | koopman() | decays()
 
 
 def decays() -> dict[str, list[Launch]]:

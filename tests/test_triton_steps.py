@@ -21,6 +21,7 @@ from halflife.layers.parts import RMSNorm
 from halflife.ops import recurrent
 from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
+from halflife.ops.koopman import KoopmanCall, attend_token, takes_token
 from halflife.ops.spec import OPS
 from halflife.packing import Packing
 from halflife.position.rope import rotate
@@ -292,6 +293,56 @@ def test_attention_of_a_token(dtype, heads, size, held, parts, rows, monkeypatch
     for got, exactly in zip(found, (want, *wanted), strict=True):
         assert got.dtype == dtype
         assert_close(got.cpu(), exactly, 4 * WORST[dtype])
+
+
+@torch.no_grad()
+def check_koopman(monkeypatch, dtype, mix, held, sizes, normalization, power, size, count):
+    """Tokens wait for their chunk, fill it, and begin the next one; in each sequence another number waits."""
+    draw = generator(f"{mix}, {held}, {sizes}")
+    q, k, v = (torch.randn(2, held + count, 2, n, generator=draw).to(dtype).double() for n in (*sizes[:1] * 2, sizes[1]))
+    gamma, eta, raw = torch.randn(3, 2, generator=draw)
+    power, options = max(power, int(mix == "powers")), {"normalization": normalization, "chunk_size": size, "ridge": 0.1}
+    weights = torch.randn(power + 1, 2, generator=draw) if mix == "powers" else raw
+    exact = {"logits": raw.sigmoid(), "powers": weights}.get(mix, mix)
+    options |= {"gamma": 1 + gamma.sigmoid() / 2, "mix": exact, "power": power}
+    want, state, whole = [], [], []
+    for row in range(2):
+        after, parts = None, [x[row : row + 1] for x in (q, k, v)]
+        for found, tokens in ((state, slice(row, held)), (whole, slice(held, None))):
+            y, after = ops.koopman_attention(
+                *(x[:, tokens] for x in parts), initial_state=after, output_final_state=True, backend="reference",
+                **options,
+            )  # fmt: skip
+            found.append(after)
+        want.append(y * eta.double().unsqueeze(-1))
+    state, whole = ({name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in (state, whole))
+    state = {name: x.float().to(DEVICE) if x.is_floating_point() else x.to(DEVICE) for name, x in state.items()}
+    monkeypatch.setattr(recurrent, "runs_kernels", lambda device: True)
+    options |= {"gamma": 1.0} | ({} if isinstance(mix, float) else {"mix": 1.0})
+    learned = [x.to(DEVICE) for x in (gamma, weights, eta)]
+    learned[1] = None if isinstance(mix, float) else learned[1]
+    got = []
+    for t in range(held, held + count):
+        call = KoopmanCall(*(x[:, t : t + 1].to(DEVICE, dtype) for x in (q, k, v)), initial_state=state, **options)
+        assert takes_token(call, "auto")
+        y, state = attend_token(call, *learned)
+        got.append(y)
+    assert y.dtype == dtype
+    assert_close(torch.cat(got, 1).cpu(), torch.cat(want), 4 * WORST[dtype])
+    assert_close({name: x.cpu() for name, x in state.items()}, whole, 4 * WORST[torch.float32])
+
+
+def test_koopman_attention_of_a_token(monkeypatch):
+    check_koopman(monkeypatch, torch.float32, "logits", 4, (8, 20), "causal", 1, 5, 1)
+
+
+@pytest.mark.slow
+@crossed(
+    dtype=[torch.float32, torch.bfloat16], mix=["logits", "powers", 0.0, 1.0], held=[2, 3, 4, 12],
+    sizes=[(8, 20), (24, 16), (40, 7)], normalization=["causal", "trace", "paper"], power=[1, 0, 2], size=[5, 1],
+)  # fmt: skip
+def test_koopman_attention_of_tokens(dtype, mix, held, sizes, normalization, power, size, monkeypatch):
+    check_koopman(monkeypatch, dtype, mix, held, sizes, normalization, power, size, 3)
 
 
 def exact_map(x, norm, eps, weights, *, branch=None, gate=None, kind="none", groups=1, keeps=False):

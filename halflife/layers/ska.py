@@ -10,63 +10,15 @@ from torch import Tensor, nn
 
 from halflife.layers.decay_gate import DecayGate
 from halflife.layers.init import drawn, orthogonal, reset, uniform
+from halflife.layers.memory.readout import Readout
 from halflife.layers.mixer import LAYERS, Shared, State, taken_features, unpad
 from halflife.layers.options import DecayChoice, Place, Run
 from halflife.layers.parts import ShortConv, clebsch_gordan
 from halflife.ops.fused import l2_normalize
-from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
+from halflife.ops.koopman import check_settings, convert_state
 from halflife.packing import Packing
-from halflife.precision import ROOMY, Float32Module, compute_dtype
+from halflife.precision import ROOMY, compute_dtype
 from halflife.registry import AtLeast, check_choice
-
-FIXED_MIX = {"koopman": 1.0, "ridge": 0.0}  # μ that is not learned
-
-
-class Readout(Float32Module):
-    """The op with the learned γ, μ and η of each head.
-
-    `γ = 1 + σ(·)/2` lies in [1, 1.5] unless it is fixed. η multiplies the output and starts at `eta_init`.
-
-    Args:
-        mix: μ, "koopman" (1), "ridge" (0), "learned", `σ(·)` in [0, 1], or "powers", a number for each power from 0 to
-            `power`, which starts at 1 for the first power and at 0 for the others.
-        eta_init: initial η.
-        power: K, under "powers" alone.
-        gamma: γ, or None for a learned one.
-    """
-
-    def __init__(self, num_heads: int, mix: str, eta_init: float, power: int, gamma: float | None) -> None:
-        super().__init__()
-        self.mix, self.gamma, self.eta_init = mix, gamma, eta_init
-        self.gamma_logit = nn.Parameter(torch.empty(num_heads)) if gamma is None else None
-        self.eta = nn.Parameter(torch.empty(num_heads))
-        self.mix_logit = nn.Parameter(torch.empty(num_heads)) if mix == "learned" else None
-        self.weights = nn.Parameter(torch.empty(power + 1, num_heads)) if mix == "powers" else None
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        self.eta.fill_(self.eta_init)
-        for logit in (self.gamma_logit, self.mix_logit):
-            if logit is not None:
-                logit.zero_()
-        if self.weights is not None:
-            self.weights.zero_()[1] = 1
-
-    def settings(self) -> dict[str, Any]:
-        """γ and μ as `koopman_attention` takes them."""
-        gamma = self.gamma if self.gamma_logit is None else 1 + self.gamma_logit.sigmoid() / 2
-        mix = self.weights if self.mix_logit is None else self.mix_logit.sigmoid()
-        return {"gamma": gamma, "mix": FIXED_MIX[self.mix] if mix is None else mix}
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> KoopmanResult:
-        """Run the op with these γ and μ, and scale its outputs by η; `options` are the other arguments of the op.
-
-        A forward hook sees the state and the count of repeated factorisations in the result.
-        """
-        result = attend(KoopmanCall(q, k, v.to(ROOMY[v.dtype]), **self.settings(), **options), backend)
-        return result._replace(y=result.y * self.eta.unsqueeze(-1).to(result.y.dtype))
-
 
 @dataclass(frozen=True, kw_only=True)
 class SumDecay(DecayChoice):
@@ -299,8 +251,11 @@ class SKA(DecayGate):
                 refresh = self.decode_refresh
             size = 1 if refresh == "token" else self.options["chunk_size"]
             state = convert_state(state, size, self.options["normalization"])
-        options = {**self.options, **weights, "refresh": refresh, "backend": self.backend}
-        result = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=packing)
+        options = {**self.options, **weights, "refresh": refresh, "backend": self.backend, "mask": mask}
+        options |= {"initial_state": state, "cu_seqlens": packing}
+        if not q.is_cpu and (found := self.readout.token(q, k, v, **options)) is not None:
+            return found
+        result = self.readout(q, k, v, **options)
         new = result.state
         if torch.compiler.is_exporting() and self.mode == "chunk" and self.options["refresh"] == "chunk":
             # The graphs of a step and of a prompt share a state.

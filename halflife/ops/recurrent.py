@@ -160,7 +160,7 @@ def takes_map(x: Tensor, *others: Tensor | None) -> bool:
     if torch.is_grad_enabled() or x.shape[1] != 1 or len(x) > MOST_TOKENS:
         return False
     plain = autocast_dtype(x.device) is None and runs_kernels(x.device)
-    return plain and triton.why_not_pass("a token", _CUDA, (x, *others)) is None
+    return plain and triton.why_not_pass("a token", CUDA, (x, *others)) is None
 
 
 MOST_MAPS = 5  # of one kernel
@@ -170,7 +170,7 @@ MOST_TOKENS = 4  # whose products need no tensor cores: reading the weights take
 def takes_token(x: Tensor, conv: Tensor | None, state: Tensor) -> bool:
     """Whether a kernel takes an `Unconvolved` token from channels `x`, with these states."""
     fits = state.shape[-2] <= triton.SIZES[-1] and (conv is None or conv.shape[-1] > 0) and not torch.is_grad_enabled()
-    return fits and runs_kernels(x.device) and triton.why_not_pass("a token", _CUDA, (x, conv, state)) is None
+    return fits and runs_kernels(x.device) and triton.why_not_pass("a token", CUDA, (x, conv, state)) is None
 
 
 def attention_of_token(
@@ -196,11 +196,11 @@ def takes_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tenso
     if torch.is_grad_enabled() or not runs_kernels(q.device) or len({x.dtype for x in (q, k, v, keys, values)}) > 1:
         return False
     small = q.shape[-1] <= triton.SIZES[-1] and q.shape[2] // k.shape[2] <= MOST_QUERIES
-    return small and triton.why_not_pass("a token", _CUDA, (q, k, v, keys, values)) is None
+    return small and triton.why_not_pass("a token", CUDA, (q, k, v, keys, values)) is None
 
 
 MOST_QUERIES = 16  # that share a key, all in one program
-_CUDA = torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 def runs_kernels(device: torch.device) -> bool:

@@ -6,7 +6,10 @@ form that is exported.
 """
 
 from halflife.ops.koopman.call import KoopmanCall, check_settings
-from halflife.ops.koopman.op import KoopmanResult, attend, koopman_attention
+from halflife.ops.koopman.op import KoopmanResult, attend, attend_token, koopman_attention, takes_token
 from halflife.ops.koopman.state import convert_state
 
-__all__ = ["KoopmanCall", "KoopmanResult", "attend", "check_settings", "convert_state", "koopman_attention"]
+__all__ = [
+    "KoopmanCall", "KoopmanResult", "attend", "attend_token", "check_settings", "convert_state", "koopman_attention",
+    "takes_token",
+]  # fmt: skip

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halflife.ops import recurrent
 from halflife.ops.arguments import may_branch, not_plain
 from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.dispatch import implements
@@ -38,6 +39,7 @@ from halflife.ops.koopman.solve import Count, Factor, add_token, cached_inverse_
 from halflife.ops.koopman.state import (
     KoopmanMemory,
     KoopmanState,
+    Sums,
     add_pending,
     freeze_norm,
     initial_memory,
@@ -144,13 +146,8 @@ def _attend(call: KoopmanCall, backend: str) -> KoopmanResult:
     call = call.with_weights(dtype)
     implementation = dispatch.choose(OP, backend, call.k.device, call)
     with without_autocast(call.k.device):
-        masked = replace(call, k=mask_keys(call.k, call.mask))
+        masked, memory = _prepared(call, dtype)
         readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator)
-        memory = initial_memory(
-            call.initial_state, call.k, call.v, call.packing.num_sequences, call.tokens_per_operator, call.decays
-        )
-        if call.normalization == "paper":
-            memory = freeze_norm(memory, call.k.to(dtype), call.packing)
         if call.mode != "chunk":
             implementation = native.run if implementation is native.run else _prefix
         elif implementation is by_kernels:
@@ -164,6 +161,42 @@ def _attend(call: KoopmanCall, backend: str) -> KoopmanResult:
             masked = replace(masked, **{name: getattr(masked, name).to(dtype) for name in "qkv"})
         y, memory, retries = implementation(masked, memory, readout)
     return KoopmanResult(y.to(output_dtype), memory.to_state(), retries)
+
+
+def _prepared(call: KoopmanCall, dtype: torch.dtype) -> tuple[KoopmanCall, KoopmanMemory]:
+    """The call with masked keys set to 0, and the memory before its first token."""
+    memory = initial_memory(
+        call.initial_state, call.k, call.v, call.packing.num_sequences, call.tokens_per_operator, call.decays
+    )
+    if call.normalization == "paper":
+        memory = freeze_norm(memory, call.k.to(dtype), call.packing)
+    return replace(call, k=mask_keys(call.k, call.mask)), memory
+
+
+def takes_token(call: KoopmanCall, backend: str) -> bool:
+    """Whether `attend_token` takes a call: one token of each sequence with a state, without decays and gradients."""
+    if call.initial_state is None or call.packing.cu_seqlens is not None or torch.is_grad_enabled():
+        return False
+    fits = call.k.shape[1] == 1 and call.g is None and call.mode == "chunk" and call.normalization != "sequence"
+    known = fits and backend in ("auto", "triton") and recurrent.runs_kernels(call.k.device)
+    return known and why_not_by_kernels(OP, recurrent.CUDA, call) is None
+
+
+def attend_token(call: KoopmanCall, gamma: Tensor | None, mix: Tensor | None, eta: Tensor) -> tuple[Tensor, Any]:
+    """The outputs of a token of each sequence times η `[H]`, and the next state, by one kernel.
+
+    γ is `1 + σ(gamma [H]) / 2` and μ is `σ(mix [H])`; where one is None, they are the numbers of the call. With
+    mix `[K + 1, H]` these are its μ.
+    """
+    call = call.with_weights(dtype := compute_dtype(call.k))
+    call, memory = _prepared(call, dtype)
+    fixed = [1.0 if isinstance(x, Tensor) else float(x) for x in (call.gamma, call.mix)]
+    power = 0 if mix is None and call.mix == 0 else call.power
+    before = *memory.sums, memory.last, memory.pending_keys, memory.pending_values, memory.pending
+    y, *after = triton.custom_op("koopman_token")(
+        call.q, call.k, call.v, before, gamma, mix, eta, *fixed, power, call.ridge, call.normalization, call.v.dtype
+    )
+    return y, KoopmanMemory(Sums(*after[:4]), *after[4:]).to_state()
 
 
 # Each takes the call (in the compute dtype, with masked keys set to 0), the memory before its first token

@@ -97,8 +97,8 @@ def load() -> None:
         "convolution", "norms", "products", "mixing", "keys", "outputs", "token", "maps", "attend", "cross_entropy",
         "angles", "weights", "trapezoid",
     )  # fmt: skip
-    names = ("op", "step", "laws", "post", "koopman", "koopman_sums", *(f"passes.{name}" for name in passes))
-    for name in names:
+    koopman = ("koopman", "koopman_sums", "koopman_token")
+    for name in ("op", "step", "laws", "post", *koopman, *(f"passes.{name}" for name in passes)):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 

@@ -51,12 +51,17 @@ def _block_of(x, i, j, stride, R: tl.constexpr):
 @triton.jit
 @no_type_check
 def _inverse_kernel(gram, norms, out, failures, ridge, stride, stride_row, R: tl.constexpr, N: tl.constexpr):
-    """L⁻¹ of `G / m² + ε I = L Lᵀ`, for one matrix of N blocks of rows.
+    store_inverse(gram, norms, out, failures, ridge, tl.program_id(0).to(tl.int64), stride, stride_row, R, N)
+
+
+@triton.jit
+@no_type_check
+def store_inverse(gram, norms, out, failures, ridge, at, stride, stride_row, R: tl.constexpr, N: tl.constexpr):
+    """L⁻¹ of `G / m² + ε I = L Lᵀ`, for matrix `at`, of N blocks of rows.
 
     L has the blocks `L_ij = (G_ij − Σ_{k<j} L_ik L_jkᵀ) L_jj⁻ᵀ`, and its inverse W the blocks
     `W_ij = −L_ii⁻¹ Σ_{j≤k<i} L_ik W_kj`.
     """
-    at = tl.program_id(0).to(tl.int64)
     norm = tl.load(norms + at)
     scale = 1 / tl.where(norm >= TINY, norm, 1.0)
     eye = tl.where(tl.arange(0, 16)[:, None] == tl.arange(0, 16)[None, :], 1.0, 0.0)
