@@ -299,12 +299,14 @@ def test_attention_of_a_token(dtype, heads, size, held, parts, rows, monkeypatch
 def check_koopman(monkeypatch, dtype, mix, held, sizes, normalization, power, size, count):
     """Tokens wait for their chunk, fill it, and begin the next one; in each sequence another number waits."""
     draw = generator(f"{mix}, {held}, {sizes}")
-    q, k, v = (torch.randn(2, held + count, 2, n, generator=draw).to(dtype).double() for n in (*sizes[:1] * 2, sizes[1]))
+    rank, width = sizes
+    q, k, v = (torch.randn(2, held + count, 2, n, generator=draw).to(dtype).double() for n in (rank, rank, width))
     gamma, eta, raw = torch.randn(3, 2, generator=draw)
-    power, options = max(power, int(mix == "powers")), {"normalization": normalization, "chunk_size": size, "ridge": 0.1}
+    power = max(power, int(mix == "powers"))
     weights = torch.randn(power + 1, 2, generator=draw) if mix == "powers" else raw
     exact = {"logits": raw.sigmoid(), "powers": weights}.get(mix, mix)
-    options |= {"gamma": 1 + gamma.sigmoid() / 2, "mix": exact, "power": power}
+    options = {"normalization": normalization, "chunk_size": size, "ridge": 0.1, "power": power}
+    options |= {"gamma": 1 + gamma.sigmoid() / 2, "mix": exact}
     want, state, whole = [], [], []
     for row in range(2):
         after, parts = None, [x[row : row + 1] for x in (q, k, v)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from halflife.ops.koopman import check_settings, convert_state
 from halflife.packing import Packing
 from halflife.precision import ROOMY, compute_dtype
 from halflife.registry import AtLeast, check_choice
+
 
 @dataclass(frozen=True, kw_only=True)
 class SumDecay(DecayChoice):

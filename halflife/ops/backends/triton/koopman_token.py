@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.cholesky import store_inverse
+from halflife.ops.backends.triton.gates import dot, precision_of
 from halflife.ops.backends.triton.koopman import _inverse
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.laws import sigmoid
@@ -82,13 +83,16 @@ def _waiting(x, new, now, at, H, count, full, S: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 @no_type_check
-def _add(x, new, left, right, at, full, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _add(
+    x, new, left, right, at, full, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
     """Store the sum `at` of `x [n, R, C]`, with a chunk that is full; returned as well."""
     rows = tl.arange(0, BR)
     cols = tl.arange(0, BC)
     total = _matrix(x, at, rows, cols, R, C)
     if full:
-        total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
+        total = dot(tl.trans(left), right, total, PRECISION)
     place = new + at * R * C + rows[:, None] * C + cols[None, :]
     tl.store(place, total, mask=(rows < R)[:, None] & (cols < C)[None, :])
     return total
@@ -99,7 +103,7 @@ def _add(x, new, left, right, at, full, R: tl.constexpr, C: tl.constexpr, BR: tl
 def _write(
     key, value, gram, transition, values, norms, last, keys, held, pending, new_gram, new_transition, new_values,
     new_norm, new_last, new_keys, new_held, new_pending, at, H, NORM: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
-    P: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+    P: tl.constexpr, PRECISION: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """The next state of a head."""
     token = tl.arange(0, BS)
@@ -112,10 +116,10 @@ def _write(
     place = ((at // H * (S - 1) + token[:, None] - 1) * H + at % H) * R + rows[None, :]
     inside = ((token > 0) & (token <= count))[:, None] & (rows < R)[None, :]
     before = tl.where((token == 0)[:, None], newest[None, :], tl.load(keys + place, mask=inside, other=0.0))
-    total = _add(gram, new_gram, z, z, at, full, R, R, BR, BR)
-    _add(transition, new_transition, z, before, at, full, R, R, BR, BR)
+    total = _add(gram, new_gram, z, z, at, full, R, R, PRECISION, BR, BR)
+    _add(transition, new_transition, z, before, at, full, R, R, PRECISION, BR, BR)
     u = _waiting(held, new_held, value, at, H, count, full, S, P, BS, BP)
-    _add(values, new_values, u, z, at, full, P, R, BP, BR)
+    _add(values, new_values, u, z, at, full, P, R, PRECISION, BP, BR)
     norm = tl.load(norms + at)
     if NORM == "causal":
         norm = tl.where(full, tl.maximum(norm, tl.max(tl.sum(z * z, 1))), norm)
@@ -131,8 +135,8 @@ def _token_kernel(
     q, k, v, gram, transition, values, norms, last, keys, held, pending, gamma, mix, eta, y, lower, failures, new_gram,
     new_transition, new_values, new_norm, new_last, new_keys, new_held, new_pending, fixed_gamma, fixed_mix, ridge, H,
     q_n, q_h, k_n, k_h, v_n, v_h, S: tl.constexpr, R: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
-    POWERS: tl.constexpr, NORM: tl.constexpr, BLOCKS: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr,
-    BP: tl.constexpr,
+    POWERS: tl.constexpr, NORM: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr, BS: tl.constexpr,
+    BR: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     n = at // H
@@ -151,7 +155,8 @@ def _token_kernel(
         value = tl.load(v + n * v_n + h * v_h + wide, mask=wide < P, other=0.0).to(tl.float32)
         _write(
             key, value, gram, transition, values, norms, last, keys, held, pending, new_gram, new_transition,
-            new_values, new_norm, new_last, new_keys, new_held, new_pending, at, H, NORM, S, R, P, BS, BR, BP,
+            new_values, new_norm, new_last, new_keys, new_held, new_pending, at, H, NORM, S, R, P,
+            PRECISION, BS, BR, BP,
         )  # fmt: skip
 
 
@@ -174,7 +179,7 @@ def _koopman_token(
             q, k, v, *state, gamma, mix, eta, y, lower, torch.empty_like(state[3], dtype=torch.int32), *new,
             fixed_gamma, fixed_mix, ridge, heads, *[x.stride(axis) for x in (q, k, v) for axis in (0, 2)], size, rank,
             width, power, mix is not None and mix.ndim == 2, normalization, triton.cdiv(rank, 16),
-            *map(block, (size, rank, width)),
+            precision_of(k), *map(block, (size, rank, width)),
         )  # fmt: skip
     return [y, *new]
 
