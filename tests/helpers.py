@@ -250,15 +250,15 @@ def learned(y, x):
     return {f"d{i}": grad for i, grad in enumerate(grads)}
 
 
-def assert_streams(run, x, tolerance, state=None):
-    """Two pieces (at every cut, empty ones too), single tokens, and both in turn are the full pass from `state`.
+def assert_streams(run, x, tolerance, state=None, cuts=None):
+    """Two pieces (at every cut or at `cuts`, empty ones too), single tokens, and both in turn are the full pass from `state`.
 
     Outputs and last states agree, and the gradients of outputs for tensors in `x` that want them.
     """
     whole, last = run(x, state)
     length, last, grads = whole.shape[1], state_parts(last), learned(whole, x)
     singles = (range(length + 1), [0, *range(1, length - 2), length])
-    for bounds in (*([0, cut, length] for cut in range(length + 1)), *singles):
+    for bounds in (*([0, cut, length] for cut in cuts or range(length + 1)), *singles):
         y, end = run_pieces(run, x, bounds, state)
         end = state_parts(end)
         # SKA's state has an inverse factor between single tokens, and the full pass leaves it out.

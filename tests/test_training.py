@@ -304,7 +304,7 @@ def test_scales_are_known():
 
 
 @pytest.mark.parametrize(
-    ("task", "scale"), [x if x[1] in ("smoke", "paper") else pytest.param(*x, marks=pytest.mark.slow) for x in SCALED]
+    ("task", "scale"), [x if x[1] == "smoke" else pytest.param(*x, marks=pytest.mark.slow) for x in SCALED]
 )
 def test_every_scale_configures_every_model(task, scale):
     experiment = EXPERIMENTS[task]()
