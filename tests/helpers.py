@@ -251,7 +251,7 @@ def learned(y, x):
 
 
 def assert_streams(run, x, tolerance, state=None, cuts=None):
-    """Two pieces (at every cut or at `cuts`, empty ones too), single tokens, and both in turn are the full pass from `state`.
+    """Two pieces (at every cut or at `cuts`, empty ones too), single tokens, and both in turn are the full pass.
 
     Outputs and last states agree, and the gradients of outputs for tensors in `x` that want them.
     """
