@@ -80,6 +80,7 @@ def maps() -> dict[str, list[Launch]]:
         "maps of a sum": (x, x, None, x[0, 0], of_x, "none", 1, 1e-5, True),
         "gated norm": (inner, None, inner, inner[0, 0], [narrow(1024, 2048)], "silu_before", 1, 1e-5, False),
         "gated norm of heads": (x, None, x, x[0, 0, :64], of_x[-1:], "silu_after", 16, 1e-5, False),
+        "relu_square": (wide, None, None, None, [narrow(1024, 2752)], "relu_square", 1, 0.0, False),
         "swiglu": (wide, None, wide, None, [narrow(1024, 2752)], "silu_before", 1, 0.0, False),
     }.items():
         with offline_kernels.captured(found.setdefault(f"token, {name}", [])):
@@ -119,6 +120,21 @@ def koopman() -> dict[str, list[Launch]]:
     return found
 
 
+def rwkv7() -> dict[str, list[Launch]]:
+    """The launch of a token of RWKV-7's time mix, in bfloat16."""
+    from halflife.ops.backends.triton.dplr.rwkv7_token import _rwkv7_token
+
+    def narrow(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.bfloat16)
+
+    ranks, row, vector, found = (64, 64, 160, 64), narrow(1, 1, 1024), meta(1024), []
+    low, ups = [narrow(1, 1, rank) for rank in ranks], [narrow(1024, rank) for rank in ranks]
+    given = [row, row.clone(), row.clone()], row.clone(), low, ups, [vector] * 7, meta(1, 16, 64, 64)
+    with offline_kernels.captured(found):
+        _rwkv7_token(*given, 1e-3, torch.bfloat16, meta(16, 64), None, None, None, "sigmoid", 0.6, 0.0, None)
+    return {"token, layer of rwkv7": found}
+
+
 def launches() -> dict[str, list[Launch]]:
     """Case → its launches."""
     layers = {
@@ -135,7 +151,7 @@ def launches() -> dict[str, list[Launch]]:
         for name, parts in FORMS.items()
         for key, value in SIZES
     }
-    return steps | layers | maps() | attention() | koopman() | decays()
+    return steps | layers | maps() | attention() | koopman() | rwkv7() | decays()
 
 
 def decays() -> dict[str, list[Launch]]:

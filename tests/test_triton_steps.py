@@ -30,6 +30,7 @@ if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends.triton import laws, run_step, step
+from halflife.ops.backends.triton.dplr import rwkv7_token
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.passes import attend, maps, token
 
@@ -221,6 +222,7 @@ LAYERS = {
     "retnet+post": {"position": "none", "gate": "none"},
     "gla+post": {"decay_rank": 0, "gate": "sigmoid"},
     "deltanet": {"gate": "low_rank_sigmoid"},
+    "rwkv7+post": {"gate_rank": 72},
 }  # fmt: skip
 
 
@@ -245,8 +247,12 @@ def test_a_token_of_a_layer(name, dtype, monkeypatch):
     as_on_a_gpu(monkeypatch)
     config = preset(name, hidden_size=64, num_layers=1, num_heads=4, mixer_options=LAYERS[name])
     asked = []
-    monkeypatch.setattr(token, "launch", lambda kernel, grid: asked.append(kernel) or launch(kernel, grid))
-    exact = LanguageModel(config).blocks[0].mixer.bfloat16().double().eval()
+    for module in (token, rwkv7_token):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid: asked.append(kernel) or launch(kernel, grid))
+    exact = LanguageModel(config).blocks[0].mixer.double().eval()
+    for parameter in exact.parameters():  # some start at zero
+        parameter += 0.05 * torch.randn_like(parameter)
+    exact.bfloat16().double()
     layer = copy.deepcopy(exact).to(dtype).to(DEVICE)
     x = torch.randn(2, 8, 64).bfloat16().double()
     _, state = exact(x[:, :7])

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS, DecayParts
+from halflife.decay.base import DECAYS
 from halflife.decay.spectral import SpectralDecay
-from halflife.ops.laws import Law
+from halflife.ops.laws import Law, Product
 
 FASTEST_RATE = math.exp(-0.5)  # the upper limit of all rates
 
@@ -56,7 +56,7 @@ class RWKV7Decay(SpectralDecay):
             rise = (torch.arange(channels, dtype=torch.float32) / max(channels - 1, 1)) ** (1 + depth**0.3)
             self.logit.copy_(6 * rise.view(self.shape) - 5.5 + 2.5 * zigzag(*self.shape))
 
-    def forward(self, f: Tensor, *, offset: Tensor | None = None, **options: Any) -> Tensor | DecayParts:
+    def forward(self, f: Tensor | Product, *, offset: Tensor | None = None, **options: Any) -> Any:
         """As `Decay.forward`, with the zigzag as a bias of f under PoST."""
         if self.zigzag is not None:
             offset = self.zigzag if offset is None else offset + self.zigzag

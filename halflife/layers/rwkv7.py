@@ -14,13 +14,27 @@ from halflife.decay.rwkv7 import zigzag
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
+from halflife.layers.parts import is_watched
 from halflife.ops import dplr
-from halflife.ops.rwkv7 import bonus_of, relu_square, rwkv7_keys, rwkv7_output, rwkv7_values, token_mix
+from halflife.ops.laws import Product
+from halflife.ops.linear import weight_of
+from halflife.ops.recurrent import maps_of_norm, takes_map, takes_token
+from halflife.ops.rwkv7 import (
+    bonus_of,
+    relu_square,
+    rwkv7_keys,
+    rwkv7_output,
+    rwkv7_token,
+    rwkv7_values,
+    token_mix,
+)  # fmt: skip
 from halflife.packing import Packing
 from halflife.precision import ROOMY, product_dtype
 
 # Exponents e of the initial value of each μ, which is 1 − (i/D)^{e (1 − layer/layers)} in channel i.
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+
+WIDEST_TOKEN = 128  # channels of a head in the kernel of a token, which has all of its state in one program
 
 
 class LoRA(nn.Module):
@@ -176,6 +190,9 @@ class RWKV7(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         xs, last = self.mu(x, state.get("shift"), packing)  # pyright: ignore[reportCallIssue]
+        if not x.is_cpu and self.decodes(x, state, packing):
+            y, memory = self._token(xs, state["memory"], position, shared, product_dtype(x))
+            return self.out_proj(y), {"shift": last, "memory": memory}
         r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
@@ -190,6 +207,35 @@ class RWKV7(Mixer):
         assert memory is not None
         y = self.norm(o, bonus[0], v, self.gate_lora(xs["g"]), product_dtype(x))
         return self.out_proj(y), {"shift": last, "memory": memory}
+
+    def decodes(self, x: Tensor, state: State, packing: Packing) -> bool:
+        """Whether one kernel takes a token of each sequence from its projections to the input of the last map."""
+        if packing.length != 1 or packing.cu_seqlens is not None or "memory" not in state or self.stretch_gain:
+            return False
+        parts = self.norm, self.decay_lora, self.iclr_lora, self.gate_lora, self.value_lora
+        plain = self.backend in ("auto", "triton") and self.decay.leaves_law and self.head_dim <= WIDEST_TOKEN
+        plain = plain and not is_watched(*(part for part in parts if part is not None))
+        return plain and takes_token(x, None, state["memory"])
+
+    def _token(
+        self, xs: Mapping[str, Tensor], memory: Tensor, position: Tensor, shared: Shared | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The input of the last map, and the next state."""
+        r, k, v = self.r_proj(xs["r"]), self.k_proj(xs["k"]), self.v_proj(xs["v"])
+        maps = {"w": self.decay_lora, "a": self.iclr_lora, "g": self.gate_lora}
+        vectors, first = [self.a0, self.k_k, self.k_a, self.r_k, self.norm.weight, self.norm.bias], None
+        if self.value_lora is None and shared is not None:
+            shared["value"] = v
+        elif self.value_lora is not None and self.v0 is not None and shared is not None and "value" in shared:
+            first, vectors, maps["v"] = shared["value"], [*vectors, self.v0], self.value_lora
+        low = {name: F.linear(xs[name], lora.down) for name, lora in maps.items()}
+        return self.decay(
+            Product(low["w"], self.decay_lora.up, None), position=position, parts=True, with_step=False,
+            then=lambda parts: rwkv7_token(
+                [r, k, v], first, [*low.values()], [lora.up for lora in maps.values()], vectors, memory, self.norm.eps,
+                dtype, parts.g,
+            ),
+        )  # fmt: skip
 
     def values(self, x: Tensor, shared: Shared | None) -> Tensor:
         """`v [B, T, H, V]`, interpolated towards the values of the first layer, which `shared` holds."""
@@ -252,8 +298,10 @@ class RWKV7ChannelMix(Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         mixed, last = _shifted(x, state.get("shift"), packing, [self.mu], self.pass_backend)
-        y = self.v_proj(relu_square(self.k_proj(mixed), self.pass_backend))
-        return y, {"shift": last}
+        x, weight = self.k_proj(mixed), None if x.is_cpu else weight_of(self.v_proj)
+        if weight is not None and self.pass_backend == "auto" and takes_map(x, weight):
+            return maps_of_norm(x, None, 0.0, [weight], kind="relu_square")[0], {"shift": last}
+        return self.v_proj(relu_square(x, self.pass_backend)), {"shift": last}
 
 
 def _shifted(x: Tensor, first: Tensor | None, packing: Packing, mu: list[Tensor], backend: str) -> tuple[Tensor, ...]:

@@ -133,7 +133,8 @@ def maps_of_norm(
         x, branch, gate: channels `[B, 1, D]`. With a branch it is the norm of `x + branch`.
         norm, eps: weight `[D]`, or that of each group, and eps of the norm; None is no norm.
         weights: W `[Fᵢ, D]` of one dtype, at most `MOST_MAPS`.
-        kind: what the gate is: "none", or "silu" or "sigmoid" of it "_before" or "_after" the norm.
+        kind: what the gate is: "none", or "silu" or "sigmoid" of it "_before" or "_after" the norm; or "relu_square",
+            relu(x)² without a gate.
         groups: groups of channels, each with its own mean square.
     """
     return triton.custom_op("map")(x, branch, gate, norm, list(weights), kind, groups, eps, keeps)

@@ -16,6 +16,7 @@ from torch import Tensor
 from halflife.ops.backends import triton
 from halflife.ops.backends.dispatch import implements, run_gpu_pass
 from halflife.ops.fused import l2_normalize, why_not_triton
+from halflife.ops.laws import Unevaluated
 from halflife.ops.spec import define
 from halflife.precision import ROOMY, product_dtype
 
@@ -204,3 +205,19 @@ def _triton_values(*tensors: Tensor) -> Tensor:
 @implements("relu_square", "triton", why_not=triton.why_not_pass)
 def _triton_relu_square(x: Tensor) -> Tensor:
     return triton.custom_op("relu_square")(x)
+
+
+def rwkv7_token(
+    rows: list[Tensor], first: Tensor | None, low: list[Tensor], ups: list[Tensor], vectors: list[Tensor],
+    state: Tensor, eps: float, dtype: torch.dtype, g: Unevaluated,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token of each sequence from its projections to the input of the last map `[B, 1, H·V]`, and the next state.
+
+    The arguments are those of the kernel (`backends/triton/dplr/rwkv7_token.py`), and g are the log-decays.
+    """
+    *_, law = g.given()
+    state, vectors = state.contiguous(), [x.contiguous() for x in vectors]
+    found = triton.custom_op("rwkv7_token")(
+        rows, first, low, [x.contiguous() for x in ups], vectors, state, eps, dtype, *law[2:]
+    )
+    return tuple(found)

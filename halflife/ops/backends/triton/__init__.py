@@ -97,8 +97,8 @@ def load() -> None:
         "convolution", "norms", "products", "mixing", "keys", "outputs", "token", "maps", "attend", "cross_entropy",
         "angles", "weights", "trapezoid",
     )  # fmt: skip
-    koopman = ("koopman", "koopman_sums", "koopman_token")
-    for name in ("op", "step", "laws", "post", *koopman, *(f"passes.{name}" for name in passes)):
+    koopman, passes = ("koopman", "koopman_sums", "koopman_token"), (f"passes.{name}" for name in passes)
+    for name in ("op", "step", "laws", "post", *koopman, *passes, "dplr.rwkv7_token"):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 

@@ -1,6 +1,6 @@
 """Linear maps of few tokens, as while decoding, with the norm and the gate before them in one kernel.
 
-    a = x, x + branch or x ⊙ f(gate);    n = a / √(mean a² + eps) ⊙ norm (⊙ f(gate)), or a;    out = n Wᵀ, n Uᵀ, …
+    a = x, x + branch, x ⊙ f(gate) or relu(x)²;   n = a / √(mean a² + eps) ⊙ norm (⊙ f(gate)), or a;   out = n Wᵀ, n Uᵀ
 
 The means are over groups of channels. A program has some rows of one map and all tokens. It reads all of their
 channels, which are few beside its rows, and sums their squares beside the products: the norm's scale follows them.
@@ -23,7 +23,7 @@ from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
 
 ROWS, COLUMNS = 8, 512  # of a tile of weights, at most; of several tokens fewer columns
 MOST = 5  # maps of a launch
-GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3, "sigmoid_after": 4}  # the norm
+GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3, "sigmoid_after": 4, "relu_square": 5}
 
 
 @triton.jit
@@ -75,7 +75,9 @@ def _map_kernel(
             if total is not None:
                 once = inside & (cols * 0 + program == 0)[None, :]
                 tl.store(total + goal * SIZE + cols[None, :], a.to(DTYPE), mask=once)
-            if GATE != 0:
+            if GATE == 5:
+                a = tl.where(a < 0, 0.0, a * a)  # a NaN passes through
+            elif GATE != 0:
                 z = entries(gate, tt, gate_t, cols, inside)
                 f = sigmoid(z)
                 if GATE % 2 == 1:
@@ -83,7 +85,7 @@ def _map_kernel(
             if GATE == 1 or GATE == 2:
                 a *= f
             squares += a * a
-            if GATE > 2:
+            if GATE == 3 or GATE == 4:
                 a *= f
             if norm is not None:
                 w = tl.load(norm + (group + j // BS) * norm_g + within, mask=there, other=0.0)
