@@ -121,7 +121,8 @@ def koopman() -> dict[str, list[Launch]]:
 
 
 def rwkv7() -> dict[str, list[Launch]]:
-    """The launch of a token of RWKV-7's time mix, in bfloat16."""
+    """The launches of a token of RWKV-7's time mix, in bfloat16."""
+    from halflife.ops.backends.triton.dplr.rwkv7_maps import _mixed_maps
     from halflife.ops.backends.triton.dplr.rwkv7_token import _rwkv7_token
 
     def narrow(*shape: int) -> Tensor:
@@ -132,7 +133,10 @@ def rwkv7() -> dict[str, list[Launch]]:
     given = [row, row.clone(), row.clone()], row.clone(), low, ups, [vector] * 7, meta(1, 16, 64, 64)
     with offline_kernels.captured(found):
         _rwkv7_token(*given, 1e-3, torch.bfloat16, meta(16, 64), None, None, None, "sigmoid", 0.6, 0.0, None)
-    return {"token, layer of rwkv7": found}
+    maps: list[Launch] = []
+    with offline_kernels.captured(maps):
+        _mixed_maps(row, row[0], [vector.bfloat16()] * 7, [narrow(size, 1024) for size in (1024, 1024, 1024, *ranks)])
+    return {"token, layer of rwkv7": found, "token, maps of rwkv7": maps}
 
 
 def launches() -> dict[str, list[Launch]]:

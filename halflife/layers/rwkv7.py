@@ -15,6 +15,7 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.layers.parts import is_watched
+from halflife.layers.token_shift import TokenShift, maps_of_shifted, shifted
 from halflife.ops import dplr
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
@@ -26,7 +27,6 @@ from halflife.ops.rwkv7 import (
     rwkv7_output,
     rwkv7_token,
     rwkv7_values,
-    token_mix,
 )  # fmt: skip
 from halflife.packing import Packing
 from halflife.precision import ROOMY, product_dtype
@@ -61,18 +61,6 @@ class LoRA(nn.Module):
         """`[…, inputs]` → `[…, outputs]`."""
         x = F.linear(x, self.down)
         return F.linear(x if self.activation is None else getattr(torch, self.activation)(x), self.up)
-
-
-class TokenShift(nn.ParameterDict):
-    """The inputs `x_i = x + δ ⊙ μ_i` of several maps, where δ leads from a token to the one before it."""
-
-    pass_backend = "auto"  # see `set_backend`
-    __call__ = nn.Module.__call__  # torch's dict of parameters refuses calls
-
-    def forward(self, x: Tensor, first: Tensor | None, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:
-        """Tokens `x [B, T, D]` → the input of each map by its name, and the last token of each sequence."""
-        *mixed, last = _shifted(x, first, packing, [*self.values()], self.pass_backend)
-        return dict(zip(self, mixed, strict=True)), last
 
 
 class HeadNorm(nn.Module):
@@ -189,10 +177,11 @@ class RWKV7(Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
-        xs, last = self.mu(x, state.get("shift"), packing)  # pyright: ignore[reportCallIssue]
         if not x.is_cpu and self.decodes(x, state, packing):
-            y, memory = self._token(xs, state["memory"], position, shared, product_dtype(x))
+            first, last = self._first_maps(x, state["shift"], packing)
+            y, memory = self._token(first, state["memory"], position, shared, product_dtype(x))
             return self.out_proj(y), {"shift": last, "memory": memory}
+        xs, last = self.mu(x, state.get("shift"), packing)  # pyright: ignore[reportCallIssue]
         r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
@@ -212,29 +201,43 @@ class RWKV7(Mixer):
         """Whether one kernel takes a token of each sequence from its projections to the input of the last map."""
         if packing.length != 1 or packing.cu_seqlens is not None or "memory" not in state or self.stretch_gain:
             return False
-        parts = self.norm, self.decay_lora, self.iclr_lora, self.gate_lora, self.value_lora
         plain = self.backend in ("auto", "triton") and self.decay.leaves_law and self.head_dim <= WIDEST_TOKEN
-        plain = plain and not is_watched(*(part for part in parts if part is not None))
+        plain = plain and not is_watched(self.norm, *self._loras)
         return plain and takes_token(x, None, state["memory"])
 
+    def _first_maps(self, x: Tensor, before: Tensor, packing: Packing) -> tuple[list[Tensor], Tensor]:
+        """r, k and v, what the first factors of the maps of low rank give, and the last token."""
+        maps = [self.r_proj, self.k_proj, self.v_proj]
+        downs = [lora.down for lora in self._loras]
+        names = [*"rkvwagv"][: 3 + len(downs)]
+        weights = [None] if is_watched(self.mu) else [*map(weight_of, maps), *downs]
+        mu = [self.mu[name] for name in names]
+        if (found := maps_of_shifted(x, before, mu, weights, self.pass_backend)) is not None:
+            return found, x[:, -1]
+        xs, last = self.mu(x, before, packing)  # pyright: ignore[reportCallIssue]
+        rows = [proj(xs[name]) for name, proj in zip(names, maps, strict=False)]
+        return [*rows, *(F.linear(xs[name], down) for name, down in zip(names[3:], downs, strict=True))], last
+
+    @property
+    def _loras(self) -> list[LoRA]:
+        last = [] if self.value_lora is None else [self.value_lora]
+        return [self.decay_lora, self.iclr_lora, self.gate_lora, *last]
+
     def _token(
-        self, xs: Mapping[str, Tensor], memory: Tensor, position: Tensor, shared: Shared | None, dtype: torch.dtype
+        self, given: list[Tensor], memory: Tensor, position: Tensor, shared: Shared | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """The input of the last map, and the next state."""
-        r, k, v = self.r_proj(xs["r"]), self.k_proj(xs["k"]), self.v_proj(xs["v"])
-        maps = {"w": self.decay_lora, "a": self.iclr_lora, "g": self.gate_lora}
-        vectors, first = [self.a0, self.k_k, self.k_a, self.r_k, self.norm.weight, self.norm.bias], None
-        if self.value_lora is None and shared is not None:
-            shared["value"] = v
-        elif self.value_lora is not None and self.v0 is not None and shared is not None and "value" in shared:
-            first, vectors, maps["v"] = shared["value"], [*vectors, self.v0], self.value_lora
-        low = {name: F.linear(xs[name], lora.down) for name, lora in maps.items()}
+        rows, low, ups, first = given[:3], given[3:], [lora.up for lora in self._loras], None
+        vectors = [self.a0, self.k_k, self.k_a, self.r_k, self.norm.weight, self.norm.bias]
+        if self.v0 is None and shared is not None:
+            shared["value"] = rows[2]
+        elif self.v0 is not None and shared is not None and "value" in shared:
+            first, vectors = shared["value"], [*vectors, self.v0]
+        count = 3 if first is None else 4
+        settings = vectors, memory, self.norm.eps, dtype
         return self.decay(
-            Product(low["w"], self.decay_lora.up, None), position=position, parts=True, with_step=False,
-            then=lambda parts: rwkv7_token(
-                [r, k, v], first, [*low.values()], [lora.up for lora in maps.values()], vectors, memory, self.norm.eps,
-                dtype, parts.g,
-            ),
+            Product(low[0], ups[0], None), position=position, parts=True, with_step=False,
+            then=lambda parts: rwkv7_token(rows, first, low[:count], ups[:count], *settings, parts.g),
         )  # fmt: skip
 
     def values(self, x: Tensor, shared: Shared | None) -> Tensor:
@@ -297,19 +300,16 @@ class RWKV7ChannelMix(Mixer):
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        mixed, last = _shifted(x, state.get("shift"), packing, [self.mu], self.pass_backend)
-        x, weight = self.k_proj(mixed), None if x.is_cpu else weight_of(self.v_proj)
+        weight, first = None if x.is_cpu else weight_of(self.v_proj), state.get("shift")
+        found = None if x.is_cpu else maps_of_shifted(x, first, [self.mu], [weight_of(self.k_proj)], self.pass_backend)
+        if found is None:
+            mixed, last = shifted(x, first, packing, [self.mu], self.pass_backend)
+            x = self.k_proj(mixed)
+        else:
+            (x,), last = found, x[:, -1]
         if weight is not None and self.pass_backend == "auto" and takes_map(x, weight):
             return maps_of_norm(x, None, 0.0, [weight], kind="relu_square")[0], {"shift": last}
         return self.v_proj(relu_square(x, self.pass_backend)), {"shift": last}
-
-
-def _shifted(x: Tensor, first: Tensor | None, packing: Packing, mu: list[Tensor], backend: str) -> tuple[Tensor, ...]:
-    """The mixtures of tokens of x with those before them, and the last token of each sequence `[N, D]`."""
-    if packing.cu_seqlens is not None or not x.shape[1]:
-        before, last = packing.delay(x, first)
-        return *token_mix(x, before, mu, backend=backend), last
-    return token_mix(x, None if first is None else first.to(x.dtype), mu, True, backend)
 
 
 def _shift_start(size: int, exponent: float) -> Tensor:

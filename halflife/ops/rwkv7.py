@@ -208,7 +208,7 @@ def _triton_relu_square(x: Tensor) -> Tensor:
 
 
 def rwkv7_token(
-    rows: list[Tensor], first: Tensor | None, low: list[Tensor], ups: list[Tensor], vectors: list[Tensor],
+    rows: list[Tensor], first: Tensor | None, low: list[Tensor], ups: Sequence[Tensor], vectors: Sequence[Tensor],
     state: Tensor, eps: float, dtype: torch.dtype, g: Unevaluated,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token of each sequence from its projections to the input of the last map `[B, 1, H·V]`, and the next state.
@@ -221,3 +221,12 @@ def rwkv7_token(
         rows, first, low, [x.contiguous() for x in ups], vectors, state, eps, dtype, *law[2:]
     )
     return tuple(found)
+
+
+def mixed_maps(x: Tensor, before: Tensor, mu: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """Maps `[B, 1, Fᵢ]` of `x + μ_i ⊙ (before − x)` by weights `[Fᵢ, D]`, of `x [B, 1, D]` and `before [B, D]`.
+
+    `recurrent.takes_map` must accept these tensors, of which at most 7 are weights.
+    """
+    found = triton.custom_op("mixed_maps")(x, before, mu, weights)
+    return [out[..., : len(weight)] for out, weight in zip(found.unbind(0), weights, strict=True)]
