@@ -252,20 +252,6 @@ def test_a_long_line_takes_little_memory(tmp_path, monkeypatch, name):
     assert read_with_peak(tmp_path, name, 1 << 22) < 4 * 0.80 * (1 << 20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_a_line_of_200_mb_takes_little_memory(tmp_path, name):
-    """Measured are 24 and 21 MiB of memory. Four times that is less than half of the text."""
-    assert read_with_peak(tmp_path, name, 200 << 20) < 4 * 24 * (1 << 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_record_of_200_mb_takes_three_times_its_size(tmp_path, name):
-    """Measured are 600 MiB. A line of JSON must fit into memory as bytes, as a string and as its value."""
-    assert read_with_peak(tmp_path, name, 200 << 20) < 4 * (200 << 20)
-
-
 def test_ends_of_documents(folder, tmp_path):
     corpus = open_corpus(folder, tmp_path, tokenizer="bytes+eos")
     assert corpus.split("train").files.tokens.dtype == np.uint16

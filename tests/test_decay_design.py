@@ -3,26 +3,19 @@
 import gzip
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 from helpers import assert_raises, cases
 
 from halflife import LanguageModel
-from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON, standard_library
 from halflife.lab.experiments import EXPERIMENTS, compare, decay_design
 from halflife.lab.experiments.decay_findings import FINDINGS, verdict
 from halflife.models import checkpoint
 from halflife.models.timescales import timescales
-from halflife.report.redraw import redraw
 from halflife.runs.one import run_one
 from halflife.runs.sweep import Cell
 from halflife.training.config import ExecutionConfig
@@ -136,32 +129,6 @@ def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
     assert result["tests"][0]["loss"] == pytest.approx(nats / count, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_run_killed_after_its_last_step_repeats_no_step(settings, tmp_path, monkeypatch):
-    """No step is repeated, and the result is that of the uninterrupted run except for its speed."""
-    whole = run(settings, tmp_path / "whole")
-
-    def kill(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save", kill)
-    with pytest.raises(KeyboardInterrupt):
-        run(settings, tmp_path / "killed")
-    monkeypatch.undo()
-    result = run(settings, tmp_path / "killed")
-    timed = ("tokens_per_second", "mfu")
-    assert all(math.isnan(result[name]) for name in timed)
-    plain = [{name: value for name, value in found.items() if name not in timed} for found in (result, whole)]
-    assert plain[0] == plain[1]
-
-
-def test_a_run_of_another_configuration_is_refused(settings, tmp_path):
-    run(settings, tmp_path)
-    saved = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**saved, "model": {**saved["model"], "norm": "layer"}}))
-    assert_raises(ValueError, "another configuration", run, settings, tmp_path)
-
-
 @pytest.mark.parametrize("name", decay_design.VARIANTS)
 def test_every_variant_of_the_paper_builds_and_trains(name, settings):
     cell = config(settings, name)
@@ -224,30 +191,6 @@ def losses(folder):
     return {name: {seed: run["test"] for seed, run in runs.items()} for name, runs in found.items()}
 
 
-@pytest.mark.slow
-def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp_path, capsys, refused):
-    control = "scalar/mamba2@parameters(vector/mamba2)"
-    variants = ["vector/mamba2", "scalar/mamba2", "tpe/mamba2", control, "--seeds", "2"]
-    main(arguments(text, tmp_path / "whole", *variants))
-    printed = capsys.readouterr().out
-    texts = "| vector/mamba2 |", "2.947", "vector decay is better than scalar", "RoPE and TPE are negligible"
-    for expected in (*texts, f"| {control} |"):
-        assert expected in printed
-    assert (tmp_path / "whole/summary.md").read_text() in printed
-    assert (tmp_path / "whole/figures/results.png").stat().st_size > 10_000
-    page = (tmp_path / "whole/report.html").read_text()
-    texts = "lowest test loss", "RoPE and TPE are negligible” holds here in", "2.947", "Loss against the paper"
-    assert not [expected for expected in texts if expected not in page]
-    main(arguments(text, tmp_path / "parts", *variants, "--only-seeds", "1"))
-    assert not list((tmp_path / "parts").rglob("lr*-seed0"))
-    assert {tuple(runs) for runs in losses(tmp_path / "parts").values()} == {("1",)}
-    main(["compare", "--resume", str(tmp_path / "parts"), "--quiet"])
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    (tmp_path / "parts/figures/results.png").unlink()
-    assert tmp_path / "parts/figures/results.png" in redraw(tmp_path / "parts", ("png",))
-    assert "leave out steps" in refused("compare", "--resume", str(tmp_path / "parts"), "--steps", "3")
-
-
 def test_a_comparison_without_settings_is_damaged(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"experiment": "decay-design", "variants": [], "sizes": {}}))
     assert_raises(ValueError, r"config\.json is damaged: it has no settings", compare.run_comparison, tmp_path)
@@ -283,19 +226,3 @@ def test_missing_text_and_another_text_are_refused(text, settings, tmp_path):
     other.data["sources"] = [str(tmp_path / "other.txt")]
     with pytest.warns(UserWarning, match="one document"), pytest.raises(ValueError, match="not the text of the run"):
         other.open()
-
-
-@pytest.mark.slow
-def test_a_killed_experiment_goes_on(text, tmp_path):
-    variants = ["vector/gla", "--seeds", "1"]
-    command = [sys.executable, "-m", "halflife.cli", *arguments(text, tmp_path / "killed", *variants), "--steps=40"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=dict(os.environ))
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed").rglob("complete.json")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    main(["compare", "--resume", str(tmp_path / "killed"), "--quiet"])
-    main([*arguments(text, tmp_path / "whole", *variants), "--steps=40"])
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

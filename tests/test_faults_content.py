@@ -115,18 +115,6 @@ def test_files_without_a_checksum_are_read(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_flipped_bit_in_tokens_makes_the_cache_again(tmp_path):
-    for i in range(20):
-        (tmp_path / f"{i}.txt").write_text(f"document {i} " * 20)
-    config = CorpusConfig(sources=(tmp_path,), fractions=(0.1, 0.0), cache_dir=tmp_path / "cache")
-    corpus = Corpus.open(config, show=False)
-    expected = corpus.split("train").files.tokens.tobytes()
-    flip(corpus.folder / "train.tokens", 100)
-    with pytest.warns(UserWarning, match=r"train\.tokens has another checksum\) and is made again"):
-        again = Corpus.open(config, show=False)
-    assert again.split("train").files.tokens.tobytes() == expected
-
-
 @pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", 3])
 def test_shards_lie_in_their_folder(tmp_path, shard):
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": shard}})

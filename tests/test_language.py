@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import platform
 import random
@@ -559,32 +558,6 @@ def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, long, tmp_path, 
     (found, weights), (expected, same) = numbers(tmp_path), numbers(long)
     assert weights == same
     assert found == expected
-
-
-def trial(data, folder):
-    torch.set_num_threads(1)
-    corpus = Corpus.open(CorpusConfig.from_dict(data), show=False)
-    run(tiny(corpus, tokens=LONG_TOKENS), corpus, folder, execution=quiet())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, long, tmp_path, seed):
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["halflife.lab.experiments.train", "halflife.training.trainer"])
-    draw, kept, kills = random.Random(seed), 0, 0
-    while not (tmp_path / "result.json").exists():
-        process = processes.Process(target=trial, args=(corpus.config.to_dict(), tmp_path))
-        process.start()
-        process.join(draw.uniform(0, 6) if kills < 3 else None)
-        kills += process.is_alive()
-        process.kill()
-        process.join()
-        if (tmp_path / "checkpoints").exists() and (last := last_checkpoint(tmp_path / "checkpoints")):
-            step = int(last.name.split("-")[1])
-            assert step >= kept
-            kept = step
-    assert numbers(tmp_path) == numbers(long)
 
 
 COUNTED = """

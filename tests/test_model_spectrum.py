@@ -116,11 +116,6 @@ def test_a_channel_that_never_decays_is_the_slowest():
         assert (slow.too_slow, slow.too_fast) == (1, 0)
 
 
-def test_the_mode_of_the_model_changes_nothing():
-    model = tiny("mamba2+gate_rank", embedding_dropout=0.5)
-    assert model_spectrum(model.train(), ids_of(1, 8)) == model_spectrum(model.eval(), ids_of(1, 8))
-
-
 def test_time_scales_that_are_not_stretched_have_no_taper():
     model = tiny("mamba2+post", mixer_options={"post": {"stretch": False}})
     assert [layer.taper for layer in model_spectrum(model).layers] == [None, None]
@@ -299,18 +294,6 @@ def test_without_a_text(tmp_path, capsys):
     rows = [row.split() for row in out.split("heads of gated_deltanet")[-1].splitlines()]
     rates = gated_deltanet_rates(tensors, "model.layers.1.attn").tolist()
     assert [row[2] for row in rows if row[:1] == ["1"]] == [f"{1 / rate:.3g}" for rate in rates]
-
-
-@pytest.mark.slow
-def test_tables_fit_a_terminal(tmp_path, capsys):
-    for name in ("mamba2+post", "rwkv7", "mamba2+gate_rank"):
-        checkpoint.save(tiny(name), tmp_path / "run" / name)
-    (tmp_path / "text").write_bytes(TEXT)
-    main(["spectrum", str(tmp_path / "run"), "--text", str(tmp_path / "text"), "--length", "100", "--heads"])
-    out = capsys.readouterr().out
-    assert [line for line in out.splitlines() if len(line.rstrip()) > 80 and "written to" not in line] == []
-    for expected in ("0 slow", ">50", "horizon", "erased", "mamba2+gate_rank", "wasted"):
-        assert expected in out
 
 
 def other(config):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from halflife.lab.experiments.echo import VARIANTS, variant
 from halflife.lab.experiments.echo_tables import TABLE_2, TABLE_3
 from halflife.lab.experiments.recall import grid, recall_model
 from halflife.models import LanguageModel
-from halflife.report.figures.comparison import recall
-from halflife.report.figures.matplotlib_renderer import draw
-from halflife.report.markdown import percent
 from halflife.report.redraw import run_figures, save_figures
 from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables, levels, summarise
@@ -246,18 +242,6 @@ def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
     assert all(name in printed for name in ("mamba2+ska", "com", "nia", "ignoring the key"))
 
 
-def test_a_heat_map_prints_every_cell_of_every_model(finished):
-    folder, _rows = finished
-    run = read(folder)
-    figure = draw(recall(run))
-    panels = figure.axes
-    assert len(panels) == 2 * 2
-    printed = [text.get_text() for panel in panels for text in panel.texts if text.get_text().isdigit()]
-    assert len(printed) == 2 * (4 + 6)
-    value = run.mean("mamba2", "accuracy", test="commonword", length=24, num_pairs=4)
-    assert f"{100 * value:.0f}" in [text.get_text() for text in panels[1].texts]
-
-
 def row(model="mamba2", seed=0, test="niah", length=64, pairs=1, accuracy=0.5, **other):
     return {
         "model": model, "learning_rate": 0.01, "seed": seed, "selected": True, "parameters": 1000, "state_size": 64,
@@ -267,16 +251,6 @@ def row(model="mamba2", seed=0, test="niah", length=64, pairs=1, accuracy=0.5, *
 
 def cells(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_percent_gives_the_mean_and_every_seed():
-    rows = [row(seed=0, accuracy=0.5), row(seed=0, accuracy=1.0), row(seed=1, accuracy=0.25)]
-    assert percent(rows) == "50.0 (75.0, 25.0)"
-    assert percent(rows[:1]) == "50.0"
-    assert percent([*rows, row(seed=3, accuracy=0.5)]) == "50.0 [25.0, 75.0] (75.0, 25.0, 50.0)"
-    assert percent([]) == "–"
-    assert percent([row(accuracy=math.nan), *rows]) == "diverged"
-    assert percent([*rows, row(seed=2, accuracy=0.0, selected=False)]) == "50.0 (75.0, 25.0)"
 
 
 def test_transfer_stands_beside_the_paper():

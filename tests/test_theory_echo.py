@@ -11,12 +11,9 @@ from halflife.analysis.koopman import Operator
 from halflife.lab.theory import costs
 from halflife.lab.theory.covariances import gram_bounds, gram_sizes, operators_of_phases, phase_attenuation
 from halflife.lab.theory.gradients import (
-    SILU_SLOPE,
     attention_bound,
     attention_jacobian,
     gradient_flow,
-    koopman_mlp_bound,
-    koopman_mlp_jacobian,
     numerical_rank,
     ska_jacobian,
     ska_lower,
@@ -97,28 +94,6 @@ def test_the_jacobian_of_ska_has_full_rank_from_more_tokens_than_channels_on(len
     operator = Operator.of_tokens(draw(length, 5, key="k"), draw(length, 5, key="v"))
     assert int(numerical_rank(ska_jacobian(operator))) == min(5, length - 1)
     assert (ska_lower(operator) > 1e-20) == (length > 5)
-
-
-def test_the_jacobian_of_the_koopman_mlp():
-    """Props. J.7 and J.8: autograd of W_read R SiLU(W_lift x), and the bound with the moduli."""
-    lift, read, x = draw(6, 4, key="lift"), draw(4, 6, key="read"), draw(4, key="x")
-    blocks = torch.tensor([[0.6, 0.3], [0.0, -0.9], [0.2, 0.1]]).double()
-
-    def branch(x):
-        u = torch.nn.functional.silu(lift @ x)
-        rotated = []
-        for i, (g, w) in enumerate(blocks):
-            rotated += [g * u[2 * i] + w * u[2 * i + 1], -w * u[2 * i] + g * u[2 * i + 1]]
-        return read @ torch.stack(rotated)
-
-    found = koopman_mlp_jacobian(lift, blocks, read, x)
-    torch.testing.assert_close(found, torch.autograd.functional.jacobian(branch, x), rtol=EXACT, atol=EXACT)
-    bound = koopman_mlp_bound(lift, blocks, read)
-    assert norm(found) <= bound
-    assert bound.item() == pytest.approx(SILU_SLOPE * (norm(lift) * norm(read)).item() * 0.9)
-    at = torch.linspace(2.39, 2.41, 20_001, dtype=torch.float64).requires_grad_()
-    (slopes,) = torch.autograd.grad(torch.nn.functional.silu(at).sum(), at)
-    assert slopes.max().item() == pytest.approx(SILU_SLOPE, rel=1e-9)
 
 
 def test_gradient_flow():

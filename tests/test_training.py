@@ -4,21 +4,16 @@ import dataclasses
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_raises, cases
-from tiny_runs import SMALL, TASK, comparable, interrupt_after, rows_of, run, tiny
+from tiny_runs import SMALL, TASK, comparable, interrupt_after, run, tiny
 
 from halflife import tasks
 from halflife.data.task_stream import TaskStream
 from halflife.evaluation.recall import accuracy
-from halflife.files import write_json
 from halflife.lab.experiments import EXPERIMENTS, SCALES
 from halflife.lab.experiments import compare as comparison
 from halflife.lab.experiments.mqar import mqar_model
@@ -28,7 +23,7 @@ from halflife.report.tables.estimate import describe_trial
 from halflife.runs.sweep import Cell
 from halflife.tasks import IGNORED
 from halflife.tasks.layout import BOS
-from halflife.training import checkpoints, speed, trial
+from halflife.training import speed, trial
 from halflife.training.fit import Objective
 
 
@@ -77,30 +72,6 @@ def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step
     assert not (tmp_path / "cut" / "checkpoints").exists()
 
 
-def test_half_a_checkpoint_is_passed_over(tmp_path):
-    for step, complete in ((4, True), (8, True), (12, False)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "weights").write_text(str(step))
-        if complete:
-            write_json(folder / checkpoints.COMPLETE_JSON, checkpoints.checksums(folder))
-    assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
-    assert checkpoints.last_checkpoint(tmp_path / "none") is None
-
-
-@pytest.mark.parametrize("damage", ["changed", "missing", "sums"])
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
-    for step in (4, 8):
-        folder = tmp_path / f"checkpoint-{step}"
-        (folder / "shard").mkdir(parents=True)
-        (folder / "shard" / "weights").write_text("12345")
-        write_json(folder / checkpoints.COMPLETE_JSON, checkpoints.checksums(folder))
-    file = folder / ("shard/weights" if damage != "sums" else checkpoints.COMPLETE_JSON)
-    file.unlink() if damage == "missing" else file.write_text("1234")
-    with pytest.warns(UserWarning, match="checkpoint-8 is damaged"):
-        assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
-
-
 def test_a_folder_of_another_run_is_refused(tmp_path):
     run(tiny(), tmp_path)
     assert_raises(ValueError, "another configuration", run, tiny(learning_rate=1e-3), tmp_path)
@@ -143,14 +114,6 @@ def test_a_mixture_shares_every_batch_and_its_lengths_take_turns():
     assert torch.equal(stream[5]["input_ids"], stream[5]["input_ids"])
     together = torch.cat([stream[i]["input_ids"].flatten() for i in range(0, 8, 2)])
     assert together.unique().numel() > 60  # no batch is repeated
-
-
-def test_objective_is_the_cross_entropy_at_scored_positions():
-    model = LanguageModel(tiny().model)
-    batch = tasks.build(**TASK).generate(4, 0)
-    logits, _ = model(batch.inputs)
-    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels, ignore_index=IGNORED)
-    torch.testing.assert_close(Objective(model)(batch.inputs, batch.labels)["loss"], expected)
 
 
 def test_accuracy_is_that_of_a_token_loop(monkeypatch):
@@ -242,30 +205,6 @@ def test_a_best_rate_at_the_end_of_its_grid_is_said():
     assert not rates_at_ends(rows(1e-3, 1e-2, 1e-1, best=1e-2))
     assert not rates_at_ends(rows(1e-3, best=1e-3))
     assert not rates_at_ends(rows(1e-3, 1e-2, best=None))
-
-
-@pytest.mark.slow
-def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
-    whole = comparison.create_comparison(["mamba2", "gated_deltanet"], settings=SMALL, output=tmp_path / "whole")
-    comparison.run_comparison(whole, show=False)
-    killed = comparison.create_comparison(["mamba2", "gated_deltanet"], settings=SMALL, output=tmp_path / "killed")
-    code = (
-        "from pathlib import Path; from halflife.lab.experiments import compare;"
-        f"compare.run_comparison(Path({str(killed)!r}), show=False)"
-    )
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stderr=subprocess.DEVNULL)
-    # The process is killed once the first checkpoint exists.
-    deadline = time.monotonic() + 120
-    while (
-        not list(killed.glob("*/*/checkpoints/*/complete.json"))
-        and time.monotonic() < deadline
-        and process.poll() is None
-    ):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    comparison.run_comparison(killed, show=False)
-    assert rows_of(killed) == rows_of(whole)
 
 
 @cases(

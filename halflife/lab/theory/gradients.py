@@ -1,4 +1,4 @@
-"""The Jacobians of softmax attention, SKA and the Koopman MLP, and their bounds (Echo, Appendix J), in float64.
+"""The Jacobians of softmax attention and SKA, and their bounds (Echo, Appendix J), in float64.
 
 The statistics of a prefix are constants, as in the paper, and a Jacobian is that of one head with respect to its query.
 If a bound is larger than necessary, a sharper one stands beside it. Axes written `…` are batch axes.
@@ -16,7 +16,6 @@ from torch import Tensor
 from halflife.analysis.koopman import Operator, filtered_readout, lambda_min, norm
 from halflife.lab.theory.koopman_bounds import Bound
 
-SILU_SLOPE = 1.09983932012887  # sup |SiLU'|, which SiLU'(x) takes at x = 2.3994
 RANK_TOLERANCE = 1e-10  # a singular value below this, relative to the largest, counts as 0
 
 
@@ -83,26 +82,6 @@ def ska_lower(operator: Operator, power: int = 2, gamma: float = 1.0, eta: float
     least = torch.linalg.svdvals(operator.readout)[..., -1] if width >= rank else 0.0
     nu = torch.linalg.svdvals(operator.power(1, gamma))[..., -1]
     return eta * least * nu**power * (operator.ridge / (norm(operator.gram) + operator.ridge)).sqrt()
-
-
-def koopman_mlp_jacobian(lift: Tensor, blocks: Tensor, read: Tensor, x: Tensor) -> Tensor:
-    """Return `W_read R Diag(SiLU'(W_lift x)) W_lift` `[…, D, D]` (Prop. J.8).
-
-    Args:
-        lift, read: `[K, D]` and `[D, K]`.
-        blocks: γ and ω of every block `[[γ, ω], [−ω, γ]]` of R, `[K/2, 2]`.
-        x: `[…, D]`.
-    """
-    a = x.double() @ lift.double().mT
-    gate = a.sigmoid()
-    slope = gate * (1 + a * (1 - gate))
-    rotation = torch.block_diag(*(torch.stack([g, w, -w, g]).view(2, 2) for g, w in blocks.double()))
-    return read.double() @ rotation @ (slope.unsqueeze(-1) * lift.double())
-
-
-def koopman_mlp_bound(lift: Tensor, blocks: Tensor, read: Tensor) -> Tensor:
-    """Return `1.0998 ‖W_read‖ ‖W_lift‖ max ρ` (Prop. J.8, where the moduli ρ ≤ 1 are left out)."""
-    return SILU_SLOPE * norm(read.double()) * norm(lift.double()) * blocks.double().norm(dim=-1).max()
 
 
 def gradient_flow(
