@@ -141,18 +141,6 @@ def test_runs_that_would_settle_a_claim_have_the_papers_models(command):
                 assert kind["options"]["power"] == 2, name
 
 
-def test_the_grid_of_echo_has_its_gaps():
-    """Claims about "every gap" are settled by all cells: 4 to 32 pairs, and 64 to 4,096 fillers."""
-    (command,) = {run for run in RUNS if "echo-mqar" in run}
-    asked = read_command(shlex.split(command)[1:])
-    experiment = EXPERIMENTS["echo-mqar"]()
-    names = experiment.expanded(asked.models or experiment.models_at(asked.scale))
-    assert len(names) == 3 * 4 * 7
-    config = experiment.configure(experiment.scales["paper"], Cell("mamba2+ska_paper:32x4096", 3e-4, 0))
-    assert (config.stages[0][0]["gap"], config.model.mixer_options["state_size"]) == (4096, 64)
-    assert config.model.mlp == "swiglu"
-
-
 def test_contradictions_are_computed():
     """The means of the cells of GateRank's Table 2, and Echo's formula 2 r² + P r + r, of 12 heads in 2 layers."""
     cells = {

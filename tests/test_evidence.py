@@ -29,19 +29,6 @@ TINY_TEXT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*NAMES, pytest.param("mqar-updates", marks=pytest.mark.slow)])
-def test_models_resolve(name):
-    experiment = EXPERIMENTS[name]()
-    for scale in experiment.scales:
-        settings = experiment.settings_at(scale, {})
-        assert len(experiment.learning_rates(experiment.models[0], scale)) >= 3
-        first = experiment.configure(settings, Cell(experiment.models[0], 1e-3, 0))
-        assert first.model.num_layers == settings.num_layers
-    settings = experiment.settings_at("smoke", {})
-    for model in experiment.models[-4:]:
-        assert isinstance(experiment.configure(settings, Cell(model, 1e-3, 0)).model, ModelConfig)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "mqar-updates"])
 def test_every_model_resolves(name):

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 
 import pytest
 import tiny_runs
@@ -138,20 +137,6 @@ def test_the_loss_is_of_the_labels_and_adds_up_over_micro_batches(corpus):
     scored = whole["labels"] != -100
     by_hand = -logits.log_softmax(-1)[scored].gather(1, whole["labels"][scored].unsqueeze(1)).mean()
     torch.testing.assert_close(by_hand, expected)
-
-
-def test_documents_do_not_see_each_other_in_a_batch(corpus):
-    torch.manual_seed(0)
-    config = tiny(corpus)
-    objective = Objective(LanguageModel(config.model))
-    batch = MicroBatches(corpus.split("train"), config, 1)[0]
-    bounds = batch["cu_seqlens"].tolist()
-    total = 0.0
-    for a, b in pairwise(bounds):
-        ids, labels = batch["input_ids"][:, a:b], batch["labels"][:, a:b]
-        if (labels != -100).any():
-            total += objective(ids, labels)["loss"] * (labels != -100).sum()
-    torch.testing.assert_close(total / (batch["labels"] != -100).sum(), objective(**batch)["loss"])
 
 
 def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):

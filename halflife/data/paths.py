@@ -21,8 +21,11 @@ def relative_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def absolute_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The inverse of `relative_paths`. Absolute paths stay as they are."""
-    data = _with_tokenizer(data, lambda name: _located_tokenizer(name, folder))
-    return _with_paths(data, lambda path: os.path.normpath(os.path.join(os.path.realpath(folder), path)))
+
+    def located(path: str) -> str:
+        return os.path.normpath(os.path.join(os.path.realpath(folder), path))
+
+    return _with_paths(_with_tokenizer(data, lambda name: located(name) if name.startswith(DOTS) else name), located)
 
 
 def absolute_tokenizer(name: str) -> str:
@@ -36,11 +39,6 @@ def _relative_tokenizer(name: str, folder: Path) -> str:
         return name
     path = os.path.relpath(os.path.realpath(name), os.path.realpath(folder))
     return path if path.startswith(DOTS) else os.path.join(".", path)
-
-
-def _located_tokenizer(name: str, folder: Path) -> str:
-    """The inverse of `_relative_tokenizer`."""
-    return os.path.normpath(os.path.join(os.path.realpath(folder), name)) if name.startswith(DOTS) else name
 
 
 def _with_paths(data: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

@@ -54,16 +54,13 @@ def in_batches(
             try:
                 results = work(batch)
             except RuntimeError as error:
-                if len(batch) == 1 or not _is_out_of_memory(error):
+                no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+                if len(batch) == 1 or not no_memory:
                     raise
                 size = len(batch) // 2
                 continue
             yield from zip(batch, results, strict=True)
             at += len(batch)
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def track(rows: Iterable[Row], name: str, total: int, show: bool) -> Iterable[Row]:

@@ -44,7 +44,8 @@ def render(page: dict[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    scripts = [_embeddable((HERE / name).read_text(encoding="utf-8")) for name in SCRIPTS]
+    sources = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    scripts = [source.replace("</script", r"<\/script").replace("\r\n", "\n") for source in sources]
     plots = [plot(figure) for figure in page["figures"] if not figure.empty]
     data = {
         "ink": INK, "recall": HEAT_SCALES, "noData": NO_DATA, "spectra": page["spectra"],
@@ -56,8 +57,3 @@ def render(page: dict[str, Any]) -> str:
         data=Markup(data_of(data)),
         captioned=captioned, ink=INK, slowest=f"{SLOWEST:,.0f}", fastest=f"{FASTEST:g}",
     )  # fmt: skip
-
-
-def _embeddable(source: str) -> str:
-    """JavaScript that can stand inside a `script` element."""
-    return source.replace("</script", r"<\/script").replace("\r\n", "\n")

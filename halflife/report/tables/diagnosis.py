@@ -68,9 +68,6 @@ def findings(allowed: Mapping[str, Allowed], found: Mapping[str, Any]) -> list[s
     if whole and not refused:
         return [*said, f"There is no forecast: {forecast.removeprefix('nothing to forecast: ')}."]
     measured = [] if whole else sentences(forecast)
-    return [*said, *measured, *(f"There is no forecast of {label}: {_begin(why)}." for label, why in refused.items())]
-
-
-def _begin(why: str) -> str:
-    """The reason itself. What a forecast needs is said before, with what the models allow."""
-    return why.partition(";")[0].split(": ", 1)[-1]
+    # What a forecast needs is said before, with what the models allow.
+    reasons = {label: why.partition(";")[0].split(": ", 1)[-1] for label, why in refused.items()}
+    return [*said, *measured, *(f"There is no forecast of {label}: {why}." for label, why in reasons.items())]
