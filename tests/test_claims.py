@@ -114,6 +114,7 @@ SAID = {
     "gate-rank-s5": ({"": None}, 0),
     "koopman-powers": ({"": None}, 0),  # these two are ours
     "post-taken-apart-text": ({"": None}, 0),
+    "echo-tiers": ({"": None}, 0),  # Figure 3 says 400k; test_paper_scales has ours
 }  # fmt: skip
 DEPTHS = {"post-mqar": 2, "gate-rank-s5": 1, "echo-transfer": 4, "echo-mqar": 16, "echo-lm": 24, "decay-lm": 12}
 RUNS = sorted({claim.settle for claim in EVERY if claim.settle.startswith("halflife compare")})
