@@ -56,13 +56,14 @@ def layer(
     spectrum = [[meta(1), of_head[1:]], 7.6] if "post" in parts else [[], 1.0]
     vector = meta(heads, key) if rank else of_head
     law = vector, None if "post" in parts else vector, None, meta(1, dtype=torch.long) if "post" in parts else None
+    angles = {name: meta(1, 1, key // 2) for name in ("cos", "sin")} if "rope" in parts else {}
     found: list[Launch] = []
     with offline_kernels.captured(found):
         _token(
             narrow(1, 1, channels), taps, narrow(1, channels, 3) if convolved else None, *of_g, None, gate,
             narrow(1, 1, heads) if delta else None, None, of_head if skip else None, state,
             state.clone() if slow else None, [0, groups * key, 2 * groups * key], groups, convolved, delta, 1.0, 1.0,
-            torch.bfloat16, *spectrum, *law, "softplus", gains=skip,
+            torch.bfloat16, *spectrum, *law, "softplus", gains=skip, **angles,
         )  # fmt: skip
     return found
 
@@ -147,6 +148,7 @@ def launches() -> dict[str, list[Launch]]:
         "layer of mamba2, post, gate_rank": layer(("skip", "g_slow", "post"), 128, 64, 32, 1),
         "layer of gla": layer((), 128, 256, 4, 4, 16),
         "layer of kda": layer(("beta",), 64, 64, rank=64),
+        "layer with rope": layer(("rope",), 64, 128),
         "layer of gated_deltanet": layer(("beta",), 64, 64),
         "layer of gated_deltanet, gate_rank": layer(("beta", "g_slow"), 128, 128),
     }

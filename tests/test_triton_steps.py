@@ -219,7 +219,7 @@ LAYERS = {
     "kda": {"num_key_heads": 2, "decay_rank": 20},
     "simple+post": {},
     "tnl": {"decay_options": {"trained_rates": True}},
-    "retnet+post": {"position": "none", "gate": "none"},
+    "retnet+post": {"gate": "none"},
     "gla+post": {"decay_rank": 0, "gate": "sigmoid"},
     "deltanet": {"gate": "low_rank_sigmoid"},
     "rwkv7+post": {"gate_rank": 72},

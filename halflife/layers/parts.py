@@ -277,8 +277,11 @@ class ShortConv(nn.Module):
         return y, state
 
 
+ROPE_BASE = 10_000.0  # of rotary frequencies
+
+
 def rotary(
-    q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0, backend: str = "auto",
+    q: Tensor, k: Tensor, position: Tensor, base: float = ROPE_BASE, backend: str = "auto",
     kept: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once.

@@ -62,6 +62,7 @@ class Unconvolved(NamedTuple):
         gain: factor of the values `[B, 1, H]`, or None.
         skip: D `[H]`, with which the convolved values are added to the outputs, or None.
         gains: whether the step size of an `Unevaluated` decay is a factor of the values.
+        angles: cos and sin of RoPE, `[1, K / 2]` or `[B, 1, K / 2]`, or None.
     """
 
     x: Tensor
@@ -76,6 +77,7 @@ class Unconvolved(NamedTuple):
     gain: Tensor | None = None
     skip: Tensor | None = None
     gains: bool = False
+    angles: tuple[Tensor, Tensor] | None = None
 
     def step(
         self, g: Tensor | Unevaluated | None, g_slow: Tensor | SlowInput | None, beta: Tensor | None,
@@ -97,9 +99,10 @@ class Unconvolved(NamedTuple):
             law.append(self.gains)
         if g is not None and (up or g.ndim == 4):  # else any strides
             g = dense(g)
+        cos, sin = per_sequence(self.angles)
         o, *found = triton.custom_op("token")(
             dense(self.x), taps, conv, g, up, g_slow, gate, beta, self.gain, self.skip, state, slow,
-            list(self.places), self.groups, self.silu, self.unit, self.most, scale, dtype, *law,
+            list(self.places), self.groups, self.silu, self.unit, self.most, scale, dtype, *law, cos=cos, sin=sin,
         )  # fmt: skip
         held = {"conv": conv is not None, "memory": True, "slow": slow is not None, "slow_conv": bool(gate)}
         return o, dict(zip([name for name, there in held.items() if there], found, strict=True))
@@ -188,8 +191,15 @@ def attention_of_token(
         keys, values: the cache `[N, S, G, K]`, of which each sequence has filled its first slots.
         seen: the number of these `[N]`.
     """
-    cos, sin = (None, None) if angles is None else (x if x.ndim == 3 else x.unsqueeze(0) for x in angles)
+    cos, sin = per_sequence(angles)
     return triton.custom_op("attend")(q, k, v, cos, sin, keys, values, seen, q.shape[-1] ** -0.5)
+
+
+def per_sequence(angles: tuple[Tensor, Tensor] | None) -> list[Tensor | None]:
+    """cos and sin `[1, 1, K / 2]` or `[B, 1, K / 2]` of angles with or without the first axis; None for no angles."""
+    if angles is None:
+        return [None, None]
+    return [x.contiguous() if x.ndim == 3 else x.unsqueeze(0).contiguous() for x in angles]
 
 
 def takes_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -16,7 +16,7 @@ from halflife.layers.design.updates import Tokens, Update, UpdateChoice
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
-from halflife.layers.parts import FEATURE_MAPS, ShortConv, is_watched, map_of_gated, rotary
+from halflife.layers.parts import FEATURE_MAPS, ROPE_BASE, ShortConv, is_watched, map_of_gated, rotary, turns
 from halflife.ops.fused import l2_normalize
 from halflife.ops.recurrent import Unconvolved
 from halflife.packing import Packing
@@ -230,10 +230,10 @@ class LinearMixer(DecayGate, HasMemory):
         if law is not None:
             o, memory = law(
                 self.decay_input(x, token=True), position=position, parts=True, with_step=False,
-                then=lambda parts: self._token(x, qkv, parts.g, state, packing),
+                then=lambda parts: self._token(x, qkv, parts.g, position, state, packing),
             )  # fmt: skip
         elif token:
-            o, memory = self._token(x, qkv, g, state, packing)
+            o, memory = self._token(x, qkv, g, position, state, packing)
         else:
             units = None if qkv.is_cpu or qkv.dtype != ROOMY[qkv.dtype] else self.unit_outputs
             if self.conv is not None:
@@ -251,16 +251,21 @@ class LinearMixer(DecayGate, HasMemory):
     def one_kernel(self) -> bool:
         """Whether one kernel takes a token from the projection to the outputs of the op."""
         plain = isinstance(self.update, UpdateChoice) and self.update.name in ("linear", "delta")
-        plain = plain and not self.update.stretch_gain and self.position == self.feature_map == "none"
+        plain = plain and not self.update.stretch_gain and self.feature_map == "none"
+        plain = plain and (self.position == "none" or (self.position == "rope" and not self.paired))
         return plain and (self.conv is None or type(self.conv) is ShortConv) and not self.share_keys
 
-    def _token(self, x: Tensor, qkv: Tensor, g: Any, state: State, packing: Packing) -> tuple[Tensor, State]:
+    def _token(
+        self, x: Tensor, qkv: Tensor, g: Any, position: Tensor, state: State, packing: Packing
+    ) -> tuple[Tensor, State]:
         """The outputs of the op for one token of each sequence, and the new state."""
         query, key, _ = self.splits
         token = {
             "places": (0, query, query + key), "groups": self.num_key_heads, "unit": self.unit_keys,
             "most": 2.0 if self.update.allow_neg_eigval else 1.0,
         }  # fmt: skip
+        if self.position == "rope":
+            token["angles"] = turns(qkv[..., : self.head_dim], position, ROPE_BASE, packing.kept)
         if self.conv is None:
             token = Unconvolved(qkv, None, None, None, silu=self.activation == "silu", **token)
         else:

@@ -1,7 +1,7 @@
 """One token of a layer from its projection to what it reads, for decoding, in one kernel.
 
-It is the short convolution with its SiLU and state, or SiLU alone; unit norms of queries and keys; the sigmoid of
-writing strengths; the law of log-decays with the map of low rank to its activations, and PoST's spectrum; GateRank's
+It is the short convolution with its SiLU and state, or SiLU alone; RoPE and unit norms of queries and keys; the sigmoid
+of writing strengths; the law of log-decays with the map of low rank to its activations, and PoST's spectrum; GateRank's
 gate; the factor of values; the step of the states (`step.py`); and Mamba-2's skip. Programs that share a query, a key
 or a decay compute it again.
 """
@@ -62,6 +62,15 @@ def _channels(
 @no_type_check
 def _unit(x, EPS: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x) + EPS)
+
+
+@triton.jit
+@no_type_check
+def _turned(y, other, cos, sin, rows, inside, half):
+    """y rotated by the angles of its pairs (i, i + half), of which `other` has the other halves."""
+    c = tl.load(cos + rows % half, mask=inside, other=0.0)
+    s = tl.load(sin + rows % half, mask=inside, other=0.0)
+    return y * c + tl.where(rows < half, -other, other) * s
 
 
 @triton.jit
@@ -142,13 +151,13 @@ def _gate(f, taps, bias, rate, conv, new_conv, n, e, f_n, G, first, W: tl.conste
 @triton.jit
 @no_type_check
 def _token_kernel(
-    x, weight, bias, conv, g, up, up_bias, g_slow, slow_f, taps, slow_bias, slow_rate, slow_conv, logits, gain, skip,
-    state, slow, shift, rate, taper, theta, delta, position, o, new_conv, new, new_slow, new_slow_conv, scale, most,
-    factor, least, limit, log_length, H, S, K, V, D, G, q_at, k_at, v_at, x_n, g_n, g_h, slow_n, slow_h, f_n, beta_n,
-    beta_h, gain_n, gain_h, p_n, shift_h, shift_k, rate_h, rate_k, taper_h, taper_k, s_n, s_h, s_k, W: tl.constexpr,
-    SILU: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr, VECTOR: tl.constexpr, RANK: tl.constexpr,
-    BR: tl.constexpr, SHAPE: tl.constexpr, GAIN: tl.constexpr, TAPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr,
+    x, weight, bias, conv, g, up, up_bias, g_slow, slow_f, taps, slow_bias, slow_rate, slow_conv, logits, gain,
+    skip, state, slow, shift, rate, taper, theta, delta, position, cos, sin, o, new_conv, new, new_slow,
+    new_slow_conv, scale, most, factor, least, limit, log_length, H, S, K, V, D, G, q_at, k_at, v_at, x_n, g_n, g_h,
+    slow_n, slow_h, f_n, beta_n, beta_h, gain_n, gain_h, p_n, shift_h, shift_k, rate_h, rate_k, taper_h, taper_k,
+    s_n, s_h, s_k, c_n, W: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr,
+    VECTOR: tl.constexpr, RANK: tl.constexpr, BR: tl.constexpr, SHAPE: tl.constexpr, GAIN: tl.constexpr,
+    TAPS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) // H
     h = tl.program_id(0) % H
@@ -161,7 +170,14 @@ def _token_kernel(
     value = _channels(x, weight, bias, conv, new_conv, n, of_values, cols < V, cols < V, D, x_n, W, SILU and W > 0)
     query = _channels(x, weight, bias, conv, new_conv, n, q_at + at, in_rows, first, D, x_n, W, SILU)
     key = _channels(x, weight, bias, conv, new_conv, n, k_at + at, in_rows, first, D, x_n, W, SILU)
-    if UNIT:
+    if cos is not None:
+        of_other = h // S * K + (rows + K // 2) % K
+        never = in_rows & (rows < 0)
+        pair = _channels(x, weight, bias, conv, new_conv, n, q_at + of_other, in_rows, never, D, x_n, W, SILU)
+        query = _turned(query, pair, cos + n * c_n, sin + n * c_n, rows, in_rows, K // 2)
+        pair = _channels(x, weight, bias, conv, new_conv, n, k_at + of_other, in_rows, never, D, x_n, W, SILU)
+        key = _turned(key, pair, cos + n * c_n, sin + n * c_n, rows, in_rows, K // 2)
+    if UNIT:  # which no rotation changes
         query = _unit(query, EPS)
         key = _unit(key, EPS)
     strength = 1.0
@@ -207,7 +223,7 @@ def _token(
     dtype: torch.dtype, spectrum: list[Tensor], log_length: float, shift: Tensor | None = None,
     rate: Tensor | None = None, taper: Tensor | None = None, position: Tensor | None = None,
     shape: str | None = None, factor: float = 1.0, least: float = 0.0, limit_of_step: float | None = None,
-    gains: bool = False,
+    gains: bool = False, cos: Tensor | None = None, sin: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The outputs `[B, 1, H, V]`, and the next states: of the convolution, fast and slow, and of the gate's.
 
@@ -228,11 +244,12 @@ def _token(
     of_g = (0, 0) if g is None else (g.stride(0), 0 if up else g.stride(2))
     rank = up[0].shape[1] if up else 0
     launch(_token_kernel, (batch * heads, triton.cdiv(columns, COLUMNS)))(
-        x, *(*taps, None, None)[:2], conv, g, *(*up, None, None)[:2], g_slow, *(gate or [None] * 5), logits, gain, skip,
-        state, slow, shift, rate, taper, *(*spectrum, None, None)[:2], position, o, new, *(*states, None)[:2], new_gate,
-        scale, most, factor, least, limit(limit_of_step), log_length, heads, heads // groups, rows, columns, channels,
-        gates, *places, x.stride(0), *of_g, *strides[0], gate[0].stride(0) if gate else 0,
-        *strides[1], *strides[2], positions(position)[0], *vectors[0], *vectors[1], *vectors[2], *state.stride()[:3],
+        x, *(*taps, None, None)[:2], conv, g, *(*up, None, None)[:2], g_slow, *(gate or [None] * 5), logits,
+        gain, skip, state, slow, shift, rate, taper, *(*spectrum, None, None)[:2], position, cos, sin, o, new,
+        *(*states, None)[:2], new_gate, scale, most, factor, least, limit(limit_of_step), log_length, heads,
+        heads // groups, rows, columns, channels, gates, *places, x.stride(0), *of_g, *strides[0],
+        gate[0].stride(0) if gate else 0, *strides[1], *strides[2], positions(position)[0], *vectors[0],
+        *vectors[1], *vectors[2], *state.stride()[:3], 0 if cos is None or len(cos) == 1 else cos.stride(0),
         W=taps[0].shape[1] if taps else 0, SILU=silu, UNIT=unit, EPS=EPS, VECTOR=g is not None and g.ndim == 4,
         RANK=rank, BR=max(1, min(RANK, triton.next_power_of_2(rank))), SHAPE=None if shape is None else FORMS[shape],
         GAIN=gains, TAPS=gate_taps, BN=triton.next_power_of_2(heads),
