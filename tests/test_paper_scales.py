@@ -150,7 +150,7 @@ def test_echos_tiers_start(tmp_path):
     settings = {"steps": 3, "hidden_size": 24, "batch_size": 2, "test_examples": 2, "validation_examples": 2}
     folder = compare.create_comparison(
         ["cg-ska-2.5:amnesia-cot_easy"], experiment="echo-tiers", output=tmp_path / "run",
-        settings={**settings, "amnesia_steps": 3, "amnesia_layers": 2},
+        settings={**settings, "amnesia_layers": 2},
     )  # fmt: skip
     (row,) = compare.run_comparison(folder, show=False)
     assert row["test"] == "amnesia-cot_easy"
