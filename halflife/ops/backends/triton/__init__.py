@@ -118,8 +118,8 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = [call[name] for name in ("q", "k", "v")]
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
-    # The kernels of linear attention need no states that are zeros.
-    initial = None if call.state is None and beta is None else call.first_state(torch.float32)
+    # Only the kernels of DPLR, which KDA's are, need states that are zeros.
+    initial = None if call.state is None and not (vector and beta is not None) else call.first_state(torch.float32)
     if vector:
         kernels = torch.ops.halflife.triton_vector if beta is None else torch.ops.halflife.triton_kda
         gates = [*(() if beta is None else (beta,)), decay, initial]

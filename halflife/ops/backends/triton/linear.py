@@ -85,14 +85,17 @@ def rows_of(x: Tensor) -> Tensor:
     return x if rows and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else even(x)
 
 
-def sums_of(q: Tensor, v: Tensor, gates: Gates, segments: Segments, chunk: int) -> Tensor | None:
-    """The sums of log-decays in chunks, `[numbers a token, H, B·T]`, or None without decays; see `sums.py`."""
+def new_sums(q: Tensor, v: Tensor, gates: Gates) -> Tensor | None:
+    """Allocate the sums of log-decays in chunks, `[numbers a token, H, B·T]`; None without decays. See `sums.py`."""
     (batch, length, heads, _), mode = v.shape, mode_of(*gates)
-    if mode == NONE:
-        return None
     dtype = torch.float64 if q.dtype == torch.float32 else torch.float32
-    sums = q.new_empty(COUNTS[mode], heads, batch * length, dtype=dtype)
-    if segments.count * heads:
+    return None if mode == NONE else q.new_empty(COUNTS[mode], heads, batch * length, dtype=dtype)
+
+
+def sums_of(q: Tensor, v: Tensor, gates: Gates, segments: Segments, chunk: int) -> Tensor | None:
+    """The sums of log-decays in chunks."""
+    (batch, length, heads, _), mode, sums = v.shape, mode_of(*gates), new_sums(q, v, gates)
+    if sums is not None and segments.count * heads:
         launch(sums_kernel, (segments.count * (segments.length // chunk), heads))(
             sums, *gates, segments.table, length, segments.length, segments.per_sequence, batch * length, heads, chunk,
             mode, num_warps=1,

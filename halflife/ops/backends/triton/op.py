@@ -111,16 +111,16 @@ def _vector_backward(
 
 
 def _delta(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
-    cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return delta.forward(q, k, v, beta, g_slow, g_fast, initial, cu_seqlens, scale, chunk_size)
 
 
 def _delta_backward(
-    do: Tensor, dfinal: Tensor, entering: Tensor, transition: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
-    g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
-    chunk_size: int,
+    do: Tensor, dfinal: Tensor | None, entering: Tensor, transition: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     rest = (entering, transition, cu_seqlens, scale, chunk_size, do, dfinal)
     return _present(*delta.backward(q, k, v, beta, g_slow, g_fast, initial, *rest))
@@ -158,6 +158,6 @@ def _kda_backward(
 
 differentiable("triton_linear", 7, _linear, _linear_backward, reads_final=False)
 differentiable("triton_vector", 5, _vector, _vector_backward, reads_final=False)
-differentiable("triton_delta", 7, _delta, _delta_backward)
+differentiable("triton_delta", 7, _delta, _delta_backward, reads_final=False)
 differentiable("triton_dplr", 7, _dplr, _dplr_backward)
 differentiable("triton_kda", 6, _kda, _kda_backward)

@@ -62,8 +62,8 @@ def adjoint_kernel(
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
         qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
         dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
-        solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
-        strength = tl.load(beta + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
+        if states is None:  # else later, which spills less
+            solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
         if states is not None:
             here = (token // C + segment) * H + h
             store_scaled(states + here * STATE, powers + here * POWERS + part, fast, vv, kk, there, K, BK)
@@ -77,6 +77,9 @@ def adjoint_kernel(
         scores = product(qs, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
         scores *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE) * scale
         rs = product(tl.trans(dos), scores, rs, PRECISION)
+        if states is not None:
+            solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
+        strength = tl.load(beta + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
         rs = by_pair(rs, solved, solved_low, tl.zeros([BV, C], tl.float32), PRECISION) * -strength[None, :]
         kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
         weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)

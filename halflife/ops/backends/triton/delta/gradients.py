@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.delta.pairs import by_pair, load_scaled, load_triangle, pair_by, product
-from halflife.ops.backends.triton.gates import log_grads_of_sums, pair_sums, put_log_grad
+from halflife.ops.backends.triton.gates import pair_sums, put_log_grad
 from halflife.ops.backends.triton.segments import chunk_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
 from halflife.ops.backends.triton.walks import load, store
@@ -27,13 +27,17 @@ from halflife.ops.backends.triton.walks import load, store
 @triton.jit
 @no_type_check
 def gradients_kernel(
-    q, k, v, do, beta, inverse, sums, g_slow, g_fast, states, powers, dstates, dpowers, dq, dk, dv, dbeta, dg_slow,
-    dg_fast, table, scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr,
+    q, k, v, do, beta, inverse, sums, g_fast, states, powers, dstates, dpowers, dq, dk, dv, dbeta, dg_fast, found,
+    passes, reads, table, scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of one chunk and head. BV covers V, and rows of states are read in blocks of BK."""
+    """The gradients of one chunk and head. BV covers V, and rows of states are read in blocks of BK.
+
+    What the gradients of GateRank's log-decays are made of would hold registers for long, so it is stored (`found`,
+    `passes`, `reads`) for `linear_grads.log_grads_kernel`.
+    """
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
     SCALED: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     POWERS: tl.constexpr = 2 * SCALED if MODE == 2 else SCALED
@@ -89,8 +93,10 @@ def gradients_kernel(
             stayed += tl.sum(slow * dslow, 1)
     kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
     kept *= tl.sum(passed)
-    joined *= tl.sum(joins)
-    stays *= tl.sum(stayed)
+    if MODE == 2:
+        tl.store(passes + here * 3, kept)
+        tl.store(passes + here * 3 + 1, joined * tl.sum(joins))
+        tl.store(passes + here * 3 + 2, stays * tl.sum(stayed))
     strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
     weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
     left, left_slow = stored_leaves(at, H * TOKENS, cc, inside, size, C, MODE)
@@ -100,18 +106,24 @@ def gradients_kernel(
         read += read_slowly * weight_slow[:, None]
         met += met_slowly * left_slow[None, :]
     vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
-    dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
+    if MODE != 2:
+        dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
     solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
     us = (vs.to(tl.float32) - read) * strength[:, None]
     us = pair_by(solved, solved_low, us, tl.zeros([C, BV], tl.float32), PRECISION)
     decays = stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE)
+    if MODE == 2:  # later, where it needs fewer registers
+        dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
     rs = product(tl.trans(dos), scores * decays * scale, met, PRECISION)
     rs = by_pair(rs, solved, solved_low, tl.zeros([BV, C], tl.float32), PRECISION)
     store(dv + (token * H + h) * V, tl.trans(rs * strength[None, :]), cc, vv, inside, H * V, V, BV)
+    if MODE != 2:
+        vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)  # again, to hold fewer registers before
     dstrength = tl.sum(rs * tl.trans(vs).to(tl.float32), 0)
 
     # dSᵀ and Wᵀ
-    decays = tl.trans(decays)
+    numbers = token if MODE != 2 else found + h * TOKENS + token + cc
+    decays = stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE, True)
     dscores = product(us, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION) * decays * scale
     system = product(us, rs, tl.zeros([C, C], tl.float32), PRECISION)
     system = tl.where(cc[:, None] < cc[None, :], -system * decays, 0.0)
@@ -123,11 +135,14 @@ def gradients_kernel(
     if MODE != 0:
         pairs = tl.trans(dscores) * scores + tl.trans(system * overlap)
         within, across, gone = pair_sums(pairs, seg, C, MODE)
+        if MODE == 2:
+            tl.store(numbers, within, mask=inside)
+            tl.store(numbers + 3 * H * TOKENS, across, mask=inside)
+            tl.store(numbers + 4 * H * TOKENS, gone, mask=inside)
 
     # dQ, in a loop of its own, so that the operands of dK hold no registers
-    none = tl.zeros([C], tl.float32)
-    read_fast = within if MODE == 1 else none  # sums that are added later start from what is there
-    read_slow = across if MODE == 2 else none
+    read_fast = within if MODE == 1 else tl.zeros([C], tl.float32)
+    read_slow = tl.zeros([C], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         kk = start + tl.arange(0, BK)
         ks = load(k, cc, kk, inside, KT, K, WHOLE)
@@ -180,15 +195,13 @@ def gradients_kernel(
         dks_t = product(tl.trans(ks), system, dks_t * strength[None, :], PRECISION)
         store(dk, dks + tl.trans(dks_t), cc, kk, inside, H * K, K, WHOLE)
     tl.store(dbeta + rows, dstrength.to(dbeta.dtype.element_ty), mask=inside)
-    if MODE == 2:
-        reset = (tl.load(g_slow + rows, mask=inside, other=0.0) != 0).to(tl.int32)
-        grad_slow, grad_fast = log_grads_of_sums(
-            within, none, gone, read_fast, read_slow, left_fast, left_slowly, kept + joined, joined, stays, reset,
-            seg, C,
-        )  # fmt: skip
-        put_log_grad(dg_slow, grad_slow, g_slow, rows, inside)
-        put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
-    elif MODE == 1:
+    if MODE == 1:
         later = cc[:, None] >= cc[None, :]  # [i, t]; sums in which nothing cancels
         grad_fast = tl.sum(tl.where(later, read_fast[:, None], left_fast[:, None]), 0) + kept
         put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
+    if MODE == 2:
+        tl.store(numbers + H * TOKENS, left_fast, mask=inside)
+        tl.store(numbers + 2 * H * TOKENS, left_slowly, mask=inside)
+        reads += h * TOKENS + token + cc
+        tl.store(reads, read_fast, mask=inside)
+        tl.store(reads + H * TOKENS, read_slow, mask=inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from halflife.ops.backends.triton.delta.join import join_kernel
 from halflife.ops.backends.triton.delta.written import write_kernel
 from halflife.ops.backends.triton.gates import GATE_RANK, precision_of
 from halflife.ops.backends.triton.launch import launch
-from halflife.ops.backends.triton.linear import Operands, rows_of, sums_of
+from halflife.ops.backends.triton.linear import Operands, new_sums, rows_of
+from halflife.ops.backends.triton.linear_grads import FOUND, log_grads_kernel
 from halflife.ops.backends.triton.segments import Settings, architecture, block, make_segments
 from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
@@ -63,21 +65,21 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int, kind: str,
 ) -> Prepared:  # fmt: skip
-    """Invert the systems of all chunks, for walks of this kind, "out" or "states"."""
+    """Sum the log-decays and invert the systems of all chunks, for walks of this kind, "out" or "states"."""
     (batch, length, heads, value), key = v.shape, q.shape[3]
     states, chunk = 1 if g_slow is None else 2, block(min(chunk_size, length))
     walk, grads = (settings_of(which, key, value, q.dtype, states, chunk) for which in (kind, "gradients"))
     segments = make_segments(batch, length, cu_seqlens, chunk, heads * triton.cdiv(value, 64))
-    sums = sums_of(q, v, (g_slow, g_fast), segments, walk.chunk)
+    sums = new_sums(q, v, (g_slow, g_fast))
     operands = Operands(rows_of(q), rows_of(k), rows_of(v), (g_slow, g_fast), sums, scale, segments, walk, grads)
     exact, k = q.dtype == torch.float32, operands.k
     numbers, dtype = 3 * walk.chunk // 4 if walk.chunk > 16 else walk.chunk, torch.float32 if exact else torch.bfloat16
     inverse = q.new_empty(batch, length, heads, numbers if exact else 2 * numbers, dtype=dtype)
     if segments.count * heads:
         launch(invert_kernel, (segments.count * (segments.length // walk.chunk), heads))(
-            k, beta, sums, inverse, segments.table, length, segments.length, segments.per_sequence, batch * length,
-            heads, heads // k.shape[2], k.stride(1), k.stride(2), key, walk.chunk, operands.mode, precision_of(k),
-            block(key), num_warps=2,
+            k, beta, g_slow, g_fast, sums, inverse, segments.table, length, segments.length, segments.per_sequence,
+            batch * length, heads, heads // k.shape[2], k.stride(1), k.stride(2), key, walk.chunk, operands.mode,
+            precision_of(k), block(key), num_warps=2,
         )  # fmt: skip
     return Prepared(operands, beta, inverse)
 
@@ -109,10 +111,14 @@ def _adjoint(
         )  # fmt: skip
 
 
-def _join(call: Prepared, update: Tensor, transition: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """The states entering the segments, and the last ones of all sequences."""
-    entering, last = torch.empty_like(update), torch.empty_like(first)
-    (sequences, heads, rows, value), segments = first.shape, call.operands.segments
+def _join(
+    call: Prepared, update: Tensor, transition: Tensor, first: Tensor | None, back: bool
+) -> tuple[Tensor, Tensor]:
+    """The states entering the segments, and the last ones of all sequences; no `first` ones are zeros."""
+    segments = call.operands.segments
+    entering, last = torch.empty_like(update), call.operands.new_states(segments.num_sequences)
+    sequences, heads, rows, value = last.shape
+    first = torch.zeros_like(last) if first is None else first
     if sequences * heads:
         launch(join_kernel, (sequences * heads, triton.cdiv(value, 16)))(
             update, transition, first, entering, last, segments.sequences, segments.per_sequence, heads, rows, value,
@@ -122,22 +128,22 @@ def _join(call: Prepared, update: Tensor, transition: Tensor, first: Tensor, bac
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
-    cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
+    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs, the final states, and of segments the entering states and how they change states.
 
-    The last two are empty where each sequence is one segment, and else go to `backward`.
+    No initial states are zeros. The last two are empty where each sequence is one segment, and else go to `backward`.
     """
     call = prepare(q, k, v, beta, g_slow, g_fast, cu_seqlens, scale, chunk_size, "out")
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if call.operands.segments.whole:
-        final = torch.empty_like(initial)
+    segments = call.operands.segments
+    if segments.whole:
+        final = call.operands.new_states(segments.num_sequences)
         _write(call, initial, out=out, leaving=final)
-        return out, final, initial.new_empty(0), initial.new_empty(0)
-    count, rows = call.operands.segments.count, initial.shape[2]
-    update = call.operands.new_states(count)
-    transition = q.new_empty(count, v.shape[2], rows, rows, dtype=torch.float32)
+        return out, final, final.new_empty(0), final.new_empty(0)
+    update = call.operands.new_states(segments.count)
+    transition = update.new_empty(*update.shape[:3], update.shape[2])
     _write(call, None, leaving=update)
     _write(call, None, leaving=transition, identity=True)
     entering, final = _join(call, update, transition, initial, back=False)
@@ -146,15 +152,15 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, initial: Tensor,
-    entering: Tensor, transition: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor,
-    dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, beta, both log-decays and the initial states."""
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
+    initial: Tensor | None, entering: Tensor, transition: Tensor, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int, do: Tensor, dfinal: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, beta, both log-decays and the initial states. No `dfinal` is zeros."""
     call = prepare(q, k, v, beta, g_slow, g_fast, cu_seqlens, scale, chunk_size, "states")
     x, heads, states, dstates = call.operands, v.shape[2], call.new_states(), call.new_states()
     if x.segments.whole:
-        dinitial = torch.empty_like(initial)
+        dinitial = None if initial is None else torch.empty_like(initial)
         _write(call, initial, states=states)
         _adjoint(call, do, dfinal, dinitial, dstates)
     else:
@@ -165,9 +171,21 @@ def backward(
         _adjoint(call, do, after, None, dstates)
     dq, dk, dv, dbeta = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(beta)
     dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in x.gates)
+    found = passes = reads = None
+    if x.mode == GATE_RANK:
+        (batch, length), new = v.shape[:2], functools.partial(q.new_empty, dtype=torch.float32)
+        found, reads = (new(count, heads, batch * length) for count in (FOUND[x.mode], x.mode))
+        passes = new(batch * length // x.grads.chunk + x.segments.count, heads, 3)
     if x.segments.count * heads:
-        launch(gradients_kernel, (x.segments.count * (x.segments.length // x.grads.chunk) * heads,))(
-            x.q, x.k, x.v, do, beta, call.inverse, x.sums, *x.gates, *states, *dstates, dq, dk, dv, dbeta, dg_slow,
-            dg_fast, *x.tail(), COLUMNS=x.walk.columns, **x.constants(x.grads),
+        chunks = x.segments.count * (x.segments.length // x.grads.chunk)
+        launch(gradients_kernel, (chunks * heads,))(
+            x.q, x.k, x.v, do, beta, call.inverse, x.sums, x.gates[1], *states, *dstates, dq, dk, dv, dbeta,
+            dg_fast, found, passes, reads, *x.tail(), COLUMNS=x.walk.columns, **x.constants(x.grads),
         )  # fmt: skip
+        if x.mode == GATE_RANK:
+            table, _, length, each, per_sequence, tokens, *_ = x.tail()
+            launch(log_grads_kernel, (chunks, heads))(
+                x.sums, found, passes, reads, *x.gates, dg_slow, dg_fast, table, length, each, per_sequence, tokens,
+                heads, x.grads.chunk, x.mode, 1, num_warps=1,
+            )  # fmt: skip
     return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dbeta, dg_slow, dg_fast, dinitial

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.delta.pairs import store_triangle
-from halflife.ops.backends.triton.gates import dot
+from halflife.ops.backends.triton.gates import dot, load_gates
 from halflife.ops.backends.triton.segments import chunk_tokens
-from halflife.ops.backends.triton.sums import stored_decays
+from halflife.ops.backends.triton.sums import store_sums, stored_decays
 from halflife.ops.backends.triton.walks import load
 
 
@@ -72,21 +72,28 @@ def _merge(inverse, lower, C: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def invert_kernel(
-    k, beta, sums, inverse, table, T, LENGTH, PER, TOKENS, H: tl.constexpr, SK: tl.constexpr, KT: tl.constexpr,
-    KH: tl.constexpr, K: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
+    k, beta, g_slow, g_fast, sums, inverse, table, T, LENGTH, PER, TOKENS, H: tl.constexpr, SK: tl.constexpr,
+    KT: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """`(I + L)⁻¹` of one chunk and head, stored by `pairs.store_triangle`."""
+    """The sums of log-decays and `(I + L)⁻¹` of one chunk and head, as `store_sums` and `store_triangle` store them."""
     h = tl.program_id(1)
     token, size, _ = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
     cc = tl.arange(0, C)
     inside = cc < size
+    rows = (token + cc) * H + h
+    at = token if MODE == 0 else sums + h * TOKENS + token
+    if MODE != 0:
+        EXACT: tl.constexpr = sums.dtype.element_ty == tl.float64
+        a, b, fast, reset, seg = load_gates(g_slow, g_fast, rows, inside, C, MODE, EXACT)
+        store_sums(at, H * TOKENS, cc, inside, a, b, fast, reset, seg, C, MODE)
     keys = k + token * KT + (h // SK) * KH
     lower = tl.zeros([C, C], tl.float32)
     for start in tl.static_range(0, K, BK):
         ks = load(keys + start, cc, tl.arange(0, BK), inside, KT, K - start, BK)
         lower = dot(ks, tl.trans(ks), lower, PRECISION)
-    at = token if MODE == 0 else sums + h * TOKENS + token
-    strength = tl.load(beta + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
+    strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # other threads of the program stored the sums that are read now
     lower *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE) * strength[:, None]
     solved = unit_lower_inverse(tl.where(cc[:, None] > cc[None, :], lower, 0.0), C)
     store_triangle(inverse, solved, token, h, H, size, cc, inside, C)

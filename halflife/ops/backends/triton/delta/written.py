@@ -65,8 +65,9 @@ def write_kernel(
         size = tl.minimum(C, tokens - step * C)
         at = token if MODE == 0 else sums + h * TOKENS + token
         ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, BK)
-        solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
-        strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
+        if out is None:  # else where they are used, which spills less
+            solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
+            strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
         weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
         us = product(fast, tl.trans(ks), tl.zeros([BV, C], tl.float32), PRECISION) * weight[None, :]
         if out is not None:
@@ -77,11 +78,15 @@ def write_kernel(
             if out is not None:
                 read = product(slow, tl.trans(qs), tl.zeros([BV, C], tl.float32), PRECISION)
                 o += read * (weight_slow * scale)[None, :]
+        if out is not None:
+            strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
         if v is None:
             us = -us * strength[None, :]
         else:
             vs = load(v + token * VT + h * VH, cc, vv, inside, VT, V, BV)
             us = (tl.trans(vs).to(tl.float32) - us) * strength[None, :]
+        if out is not None:
+            solved, solved_low = load_triangle(inverse, token, h, H, size, cc, inside, C)
         us = by_pair(us, tl.trans(solved), tl.trans(solved_low), tl.zeros([BV, C], tl.float32), PRECISION)
         if states is not None:
             here = (token // C + segment) * H + h
