@@ -68,7 +68,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     heads: int = 16
     shared: int = 16  # heads of queries and keys
-    gain: bool = False  # whether values have factors
+    gain: bool = False  # whether values have factors, and outputs a skip
     shapes: tuple[tuple[int, int], ...] = ((1, 32768), (16, 2048))  # (B, T)
 
 
@@ -119,7 +119,7 @@ def tensors_of(case: Case, batch: int, length: int) -> dict[str, Tensor | None]:
         channels = (case.key,) if case.mode == "vector" else ()
         tensors["g"] = None if case.mode == "none" else leaf(*at, case.heads, *channels)
     if case.gain:
-        tensors["gain"] = leaf(*at, case.heads)
+        tensors |= {"gain": leaf(*at, case.heads), "skip": leaf(case.heads)}
     if op == "dplr":
         tensors |= {name: leaf(*at, case.heads, case.key, dtype=case.dtype) for name in "ab"}
     elif op != "linear_attention":

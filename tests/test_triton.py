@@ -70,6 +70,8 @@ def inputs(
         arguments["g_slow"] = chosen(slow, torch.where(randn(*shape) > 1, -randn(*shape).exp() / 4, 0.0))
     if gain:
         arguments["gain"] = randn(*shape)
+        if update == "linear":
+            arguments["skip"] = randn(heads)
     return arguments
 
 
@@ -80,7 +82,7 @@ def chosen(change, moderate):
     return moderate
 
 
-def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, gain=None, cu_seqlens=None):
+def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, gain=None, skip=None, cu_seqlens=None):
     """Compute the definition in float64, token by token, for each sequence."""
     outputs, states = [], []
     for row, tokens in enumerate(slices(cu_seqlens or [0, q.shape[1]])):
@@ -97,7 +99,8 @@ def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, gain
             if beta is not None:
                 written = beta[:, t, :, None] * (written - torch.einsum("bhk,bhkv->bhv", k[:, t], slow + fast))
             fast = fast + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
-            outputs.append(SCALE * torch.einsum("bhk,bhkv->bhv", q[:, t], slow + fast))
+            read = SCALE * torch.einsum("bhk,bhkv->bhv", q[:, t], slow + fast)
+            outputs.append(read if skip is None else read + skip[:, None] * v[:, t])
         states.append(fast if g_slow is None else torch.cat((fast, slow), -2))
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), torch.cat(states)
 
@@ -310,10 +313,10 @@ def test_the_largest_states_fit_99_kb_of_shared_memory(kind, states, stages, mon
 
 @crossed(strength=1, mode=MODES, bounds=[None, (0, 5, 5, 38)], dtype=[torch.float32, torch.bfloat16])
 def test_gain(short_segments, mode, bounds, dtype):
-    """Factors of values, with heads of more than one block, and segments of one chunk."""
+    """Factors of values and a skip, with heads of more than one block, and segments of one chunk."""
     given = inputs("linear", mode, 38, heads=2, key=24, value=20, sequences=3 if bounds else 1, gain=True)
     got = check("linear", given, dtype, cu_seqlens=bounds, chunk_size=16)
-    assert got["dgain"].dtype == torch.float32
+    assert got["dgain"].dtype == got["dskip"].dtype == torch.float32
 
 
 @each_update
@@ -468,8 +471,8 @@ def given_to_the_op(update, mode, cu_seqlens):
     """The arguments of an op of the kernels, and of its backward op."""
     arguments = single(update, mode, 5, sequences=2 if cu_seqlens else None)
     if update == "linear" and cu_seqlens:
-        arguments["gain"] = arguments["g"].exp()
-    own = {"delta": ["beta", "g_slow", "g"], "linear": ["g_slow", "g", "gain"]}
+        arguments |= {"gain": arguments["g"].exp(), "skip": arguments["g"][0, 0]}
+    own = {"delta": ["beta", "g_slow", "g"], "linear": ["g_slow", "g", "gain", "skip"]}
     names = ["q", "k", "v", *own[update], "initial_state"]
     tensors = [None if (x := arguments.get(name)) is None else x.to(DEVICE) for name in names]
     bounds = torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None

@@ -135,15 +135,16 @@ class Mamba2(HasMemory, Mixer):
         g, step, log_stretch = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch().exp()
-        y, memory = self.memory(
-            x, q, k, values, g, None, state, packing, gain=step, scale=1,
-            chunk_size=self.chunk_size, backend=self.backend,
-        )  # fmt: skip
-        mapped = not x.is_cpu and type(self.norm) is GatedRMSNorm  # which takes the map with it
-        weight = weight_of(self.out_proj) if mapped else None
-        norm = partial(self.norm, z=z) if weight is None else partial(self.norm, z=z, weight=weight)
-        y = self.skip(y.flatten(-2), values.flatten(-2), norm)
-        return y if weight is not None else self.out_proj(y), {"conv": conv, **memory}
+        given = x, q, k, values, g, None, state, packing
+        options = {"gain": step, "scale": 1, "chunk_size": self.chunk_size, "backend": self.backend}
+        if x.is_cpu or self.memory_kind == "log_linear":
+            y, memory = self.memory(*given, **options)
+            y = self.skip(y.flatten(-2), values.flatten(-2), partial(self.norm, z=z))
+            return self.out_proj(y), {"conv": conv, **memory}
+        y, memory = self.skip(run=lambda skip: self.memory(*given, skip=skip, **options))
+        y, weight = y.flatten(-2), weight_of(self.out_proj) if type(self.norm) is GatedRMSNorm else None
+        y = self.out_proj(self.norm(y, z)) if weight is None else self.norm(y, z, weight=weight)
+        return y, {"conv": conv, **memory}
 
     def _token(
         self, x: Tensor, xbc: Tensor, f: Tensor, position: Tensor, state: State, packing: Packing

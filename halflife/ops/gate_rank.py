@@ -39,13 +39,13 @@ RESET_LAWS = ("mask", "printed")
 
 define(
     "gate_rank", q="B T G K", k="B T G K", v="B T H V", g_slow="B T H", g_fast="B T H", beta="B T H | None",
-    gain="B T H | None", state={"fast": "N H K V", "slow": "N H K V"}, log_decays=["g_fast", "g_slow"],
+    gain="B T H | None", skip="H | None", state={"fast": "N H K V", "slow": "N H K V"}, log_decays=["g_fast", "g_slow"],
 )  # fmt: skip
 
 
 def gate_rank(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor, g_fast: Tensor, beta: Tensor | None = None,
-    gain: Tensor | None = None, *,
+    gain: Tensor | None = None, skip: Tensor | None = None, *,
     scale: float | None = None, initial_state: States | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto", reset_law: str = "mask",
 ) -> tuple[Tensor, States | None]:  # fmt: skip
@@ -59,7 +59,7 @@ def gate_rank(
             is 0 where there is no reset.
         g_fast: log-decay of the fast state ≤ 0, `[B, T, H]`; −inf erases it.
         beta: writing strength `[B, T, H]` of the delta rule; None is the linear update.
-        gain: factors of the values `[B, T, H]`; see `ops.linear_attention`.
+        gain, skip: factors of the values `[B, T, H]`, and D `[H]`; see `ops.linear_attention`.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `(fast, slow)`, each `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
         output_final_state: whether to return the states after the last token.
@@ -79,6 +79,7 @@ def gate_rank(
     if reset_law != "mask":
         check_reset_law(reset_law, delta=beta is not None)
     tensors = {"q": q, "k": k, "v": v, "g_slow": g_slow, "g_fast": g_fast, "beta": beta, "gain": gain}
+    tensors["skip"] = skip
     settings = {"scale": scale, "chunk_size": chunk_size}
     if reset_law == "printed":
         call = Call.of("gate_rank", tensors, initial_state, cu_seqlens, **settings)
@@ -101,7 +102,7 @@ def _printed(call: Call, backend: str, output_final_state: bool, **settings: Any
     settings |= {"output_final_state": output_final_state, "cu_seqlens": call.packing, "backend": backend}
     settings["gain"] = call["gain"]
     erased = torch.where(reset, -torch.inf, g_fast)
-    recent, fast = linear_attention(q, k, v, erased, initial_state=pair[0], **settings)
+    recent, fast = linear_attention(q, k, v, erased, skip=call["skip"], initial_state=pair[0], **settings)
     added = by_head(lambda k, reset: torch.where(reset, k, 0), k, reset.unsqueeze(-1), dim=2)
     old, slow = linear_attention(q, added, v, g_slow, initial_state=pair[1], **settings)
     return recent + old, None if fast is None or slow is None else (fast, slow)
@@ -110,7 +111,7 @@ def _printed(call: Call, backend: str, output_final_state: bool, **settings: Any
 def split(state: Tensor) -> States:
     """The states above each other, `[N, H, 2K, V]`, as most backends return them → `(fast, slow)`."""
     fast, slow = state.chunk(2, -2)
-    return fast.contiguous(), slow.contiguous()
+    return (fast.contiguous(), slow.contiguous()) if state.is_cpu else (fast, slow)
 
 
 implements("gate_rank", "triton", triton.run, why_not=triton.why_not)

@@ -22,13 +22,13 @@ from halflife.packing import Packing
 
 define(
     "linear_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H | B T H K | None", gain="B T H | None",
-    state="N H K V", log_decays=["g"],
+    skip="H | None", state="N H K V", log_decays=["g"],
 )  # fmt: skip
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gain: Tensor | None = None, *,
-    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gain: Tensor | None = None,
+    skip: Tensor | None = None, *, scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear attention: `S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ`, `o_t = S_tᵀ q_t · scale`.
@@ -40,6 +40,7 @@ def linear_attention(
             decay.
         gain: factors of the values `[B, T, H]`, as Mamba-2's step size; None means 1. Kernels multiply where they read
             v, so that no product is kept for the backward pass.
+        skip: D `[H]`, with which `D ⊙ v` is added to the outputs; None means 0.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
         output_final_state: whether to return the state after the last token.
@@ -54,7 +55,7 @@ def linear_attention(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
-    tensors = {"q": q, "k": k, "v": v, "g": g, "gain": gain}
+    tensors = {"q": q, "k": k, "v": v, "g": g, "gain": gain, "skip": skip}
     return dispatch(
         "linear_attention", tensors, initial_state, cu_seqlens, backend, output_final_state, scale=scale,
         chunk_size=chunk_size,

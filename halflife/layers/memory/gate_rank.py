@@ -144,6 +144,7 @@ class GateRank(nn.Module):
         self.reset_law, self.trained = reset_law, trained
         self.requires_grad_(trained)
         # Sums since the last call of `statistics`: resets, tokens, sequences, and squares of the fast and slow states.
+        # On a GPU they are of the first step alone, as they would take four launches of every other one.
         self.counts: tuple[Tensor, ...] | None = None
 
     def reset_parameters(self) -> None:
@@ -178,7 +179,7 @@ class GateRank(nn.Module):
             initial_state=initial, output_final_state=True, cu_seqlens=packing, reset_law=self.reset_law, **options,
         )  # fmt: skip
         assert final is not None
-        if self.training and x.shape[1]:  # no tokens have no segments
+        if self.training and x.shape[1] and (x.is_cpu or self.counts is None):  # no tokens have no segments
             self._count(g_slow.detach(), final[0].detach(), final[1].detach(), packing)
         return o, {"memory": final[0], "slow": final[1], "slow_conv": conv}
 
@@ -195,7 +196,7 @@ class GateRank(nn.Module):
         self.counts = sums
 
     def statistics(self) -> dict[str, float]:
-        """Return statistics of the training steps since the last call, or an empty dict if there were none.
+        """Return statistics of the training steps since the last call (on a GPU of the first one), or an empty dict.
 
         Returns:
             `reset_rate`, the share of resets over tokens and heads; `segment_length`, the mean number of tokens between

@@ -179,6 +179,8 @@ def dispatch(
     call = Call.of(op, tensors, initial_state, cu_seqlens, **settings)
     dtype, call = call.output_dtype, call.widened()
     implementation = implementation_of(call, backend)
+    if call.tensors.get("skip") is not None and implementation is not OPS[op].backends["triton"].function:
+        implementation = partial(_with_skip, implementation)
     with without_autocast(call.device):
         if again is not None and kind_of(op) in again.kinds:
             o, state = again.run(partial(_with, call, implementation), _tensors_of(call))
@@ -192,6 +194,19 @@ def folded(call: Call, backend: str = "auto") -> Call:
     if (gain := call.get("gain")) is None:
         return call
     return call.with_tensors(v=run_pass("scale_heads", backend, (call["v"], gain)), gain=None)
+
+
+def _with_skip(implementation: Callable[[Call], Any], call: Call) -> tuple[Tensor, Any]:
+    """Run a call by an implementation that does not add `D ⊙ v` to the outputs."""
+    o, state = implementation(call)
+    return add_skip(o, call), state
+
+
+def add_skip(o: Tensor, call: Call) -> Tensor:
+    """The outputs plus `D ⊙ v` of a call with a `skip`."""
+    if (skip := call.get("skip")) is None:
+        return o
+    return torch.addcmul(o, skip.unsqueeze(-1).to(o.dtype), call["v"].to(o.dtype))
 
 
 def kind_of(op: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends.constant import cached_constant
-from halflife.ops.backends.dispatch import folded
+from halflife.ops.backends.dispatch import add_skip, folded
 from halflife.ops.call import Call
 
 SIZES = range(1, 257)
@@ -69,7 +69,7 @@ def _absent(device: torch.device) -> str | None:
 def _misfit(op: str, call: Call) -> str | None:
     """The reason why the shapes and dtypes of a call do not fit the kernels, or None."""
     matrices = [x for name in ("q", "k", "v", "a", "b") if (x := call.get(name)) is not None]
-    gates = [x for name in ("beta", "g_slow", "g_fast", "g", "gain") if (x := call.get(name)) is not None]
+    gates = [x for name in ("beta", "g_slow", "g_fast", "g", "gain", "skip") if (x := call.get(name)) is not None]
     if (odd := not_plain(*matrices, *gates, *(call.state or ()))) is not None:
         return odd
     wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
@@ -111,7 +111,7 @@ def custom_op(name: str) -> Any:
 def run(call: Call) -> tuple[Tensor, Tensor]:
     """Run a call of a walk over tokens: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
     load()
-    beta, decay = call.get("beta"), call.decay
+    beta, decay, plain = call.get("beta"), call.decay, call
     vector = decay is not None and decay.ndim == 4
     if vector or beta is not None:
         call = folded(call)
@@ -124,14 +124,15 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         kernels = torch.ops.halflife.triton_vector if beta is None else torch.ops.halflife.triton_kda
         gates = [*(() if beta is None else (beta,)), decay, initial]
     elif beta is None:
-        kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay, call.get("gain"), initial]
+        kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay]
+        gates += [call.get("gain"), call.get("skip"), initial]
     else:
         kernels, gates = torch.ops.halflife.triton_delta, [beta, call.get("g_slow"), decay, initial]
     o, final, *_ = kernels(
         q, k, v, *[None if x is None else x.contiguous() for x in gates], call.packing.cu_seqlens,
         float(call.output_scale), call.chunk_size,
     )  # fmt: skip
-    return o, final
+    return add_skip(o, plain) if vector or beta is not None else o, final
 
 
 def run_dplr(call: Call) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,20 @@ def until_joined(fast, reset, seg, C: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def store_sums(sums, stride, cc, inside, a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr):
+    """Store the results of `gates.load_gates` for the tokens from `sums` on. The numbers are `stride` apart."""
+    if MODE != 0:
+        tl.store(sums + cc, b, mask=inside)
+    if MODE == 2:
+        before = tl.cumsum(tl.where(seg == reset, fast, 0.0).to(a.dtype), 0)
+        tl.store(sums + stride + cc, a, mask=inside)
+        tl.store(sums + 2 * stride + cc, b + until_joined(fast, reset, seg, C), mask=inside)
+        tl.store(sums + 3 * stride + cc, a + before, mask=inside)
+        tl.store(sums + 4 * stride + cc, seg.to(a.dtype), mask=inside)
+
+
+@triton.jit
+@no_type_check
 def pair_sums(pairs, seg, C: tl.constexpr, MODE: tl.constexpr):
     """Return sums `(within, across, gone)` of the pairs `[C, C]` (scores times their gradient), each `[C]`.
 
@@ -140,7 +154,7 @@ def log_grads_of_sums(
         kept: the part of the entering fast state that passes the chunk into either state, times its gradient, a scalar.
         joined: the part of it that passes into the slow state, times its gradient, a scalar.
         slow: the part of the entering slow state that passes the chunk, times its gradient, a scalar.
-        reset, seg: results of `load_gates`.
+        reset, seg: whether a token is a reset, and the number of resets up to it.
     """
     index = tl.arange(0, C)
     later = index[:, None] >= index[None, :]  # [i, t]

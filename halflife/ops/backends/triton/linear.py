@@ -23,7 +23,7 @@ from halflife.ops.backends.triton.segments import (
     scan_kernel,
     settings_of,
 )
-from halflife.ops.backends.triton.sums import COUNTS, sums_kernel
+from halflife.ops.backends.triton.sums import COUNTS
 from halflife.ops.backends.triton.walks import walk_kernel
 from halflife.ops.chunked.groups import grads_of_heads
 
@@ -41,6 +41,7 @@ class Operands(NamedTuple):
     walk: Settings
     grads: Settings
     gain: Tensor | None = None
+    skip: Tensor | None = None
 
     @property
     def mode(self) -> int:
@@ -92,20 +93,9 @@ def new_sums(q: Tensor, v: Tensor, gates: Gates) -> Tensor | None:
     return None if mode == NONE else q.new_empty(COUNTS[mode], heads, batch * length, dtype=dtype)
 
 
-def sums_of(q: Tensor, v: Tensor, gates: Gates, segments: Segments, chunk: int) -> Tensor | None:
-    """The sums of log-decays in chunks."""
-    (batch, length, heads, _), mode, sums = v.shape, mode_of(*gates), new_sums(q, v, gates)
-    if sums is not None and segments.count * heads:
-        launch(sums_kernel, (segments.count * (segments.length // chunk), heads))(
-            sums, *gates, segments.table, length, segments.length, segments.per_sequence, batch * length, heads, chunk,
-            mode, num_warps=1,
-        )  # fmt: skip
-    return sums
-
-
 def _call(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float, chunk_size: int, back: bool,
+    skip: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int, back: bool,
 ) -> Operands:  # fmt: skip
     (batch, length, heads, value), key, gates = v.shape, q.shape[3], (g_slow, g_fast)
     chunk = block(min(chunk_size, length))
@@ -115,8 +105,8 @@ def _call(
     if back:  # one size of chunks, whose sums are computed once
         chunk = min(walk.chunk, grads.chunk)
         walk, grads = walk._replace(chunk=chunk), grads._replace(chunk=chunk)
-    sums = sums_of(q, v, gates, segments, walk.chunk)
-    return Operands(rows_of(q), rows_of(k), rows_of(v), gates, sums, scale, segments, walk, grads, gain)
+    sums = new_sums(q, v, gates)
+    return Operands(rows_of(q), rows_of(k), rows_of(v), gates, sums, scale, segments, walk, grads, gain, skip)
 
 
 def _walk(
@@ -124,11 +114,16 @@ def _walk(
     out: Tensor | None = None, leaving: Tensor | None = None, carried: Tensor | None = None,
     states: Tensor | None = None, reads: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The walk over segments; with `back` that from the end, and with `beside` that of transposed states."""
+    """The walk over segments; with `back` that from the end, and with `beside` that of transposed states.
+
+    The first one of a pass stores sums of log-decays, which all kernels read.
+    """
     if call.segments.count * call.heads:
         other = call.q if beside is None else beside
+        gates = call.gates if beside is not None or (leaving is not None and not back) else (None, None)
         launch(walk_kernel, (call.heads * triton.cdiv(call.v.shape[3], call.walk.columns), call.segments.count))(
-            call.q, call.k, call.v, beside, call.sums, call.gain, entering, out, leaving, carried, states, reads,
+            call.q, call.k, call.v, beside, call.sums, *gates, call.gain,
+            call.skip if beside is None and out is not None else None, entering, out, leaving, carried, states, reads,
             *call.tail(), call.heads // max(1, call.v.shape[2]), call.heads // max(1, other.shape[2]),
             *other.stride()[1:3], BACK=back, FLIPPED=beside is not None, **call.constants(call.walk),
         )  # fmt: skip
@@ -171,20 +166,20 @@ def outputs(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None,
-    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    skip: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `outputs` returns, with the 3 factors of states that pass a segment."""
-    call = _call(q, k, v, g_slow, g_fast, gain, cu_seqlens, scale, chunk_size, back=False)
+    call = _call(q, k, v, g_slow, g_fast, gain, skip, cu_seqlens, scale, chunk_size, back=False)
     return outputs(call, _walk, initial, call.mode, 3)
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None,
-    initial: Tensor | None, entering: Tensor, carried: Tensor, cu_seqlens: Tensor | None, scale: float,
-    chunk_size: int, do: Tensor, dfinal: Tensor | None,
+    skip: Tensor | None, initial: Tensor | None, entering: Tensor, carried: Tensor, cu_seqlens: Tensor | None,
+    scale: float, chunk_size: int, do: Tensor, dfinal: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v, both log-decays, the gain and the initial states. No `dfinal` is zeros."""
-    call = _call(q, k, v, g_slow, g_fast, gain, cu_seqlens, scale, chunk_size, back=True)
+    """Return the gradients of q, k, v, both log-decays, gain, skip and the initial states. No `dfinal` is zeros."""
+    call = _call(q, k, v, g_slow, g_fast, gain, skip, cu_seqlens, scale, chunk_size, back=True)
     segments, heads, chunk, (batch, length) = call.segments, call.heads, call.grads.chunk, v.shape[:2]
     flipped, from_end = call.flipped(do), call._replace(q=call.k, k=call.q, v=do)
     tokens, key = batch * length, q.shape[3]
@@ -208,10 +203,11 @@ def backward(
         (after, dinitial), before = scan(call, update, carried, dfinal, call.mode, back=True), None
     numbers = (*call.gates, gain)
     grads = [None if x is None else new(parts, *x.shape) for x in numbers]
+    dskip = None if skip is None else new(segments.count, heads)
     if segments.count * heads:
         launch(grads_kernel, (heads * parts, segments.count))(
             call.q, call.k, call.v, do, call.sums, states, after, before, dk, dv if parts == 1 else None, found, passes,
-            reads, *numbers, *grads, *call.tail(), READS=columns, **call.constants(call.grads),
+            reads, *numbers, skip, *grads, dskip, *call.tail(), READS=columns, **call.constants(call.grads),
         )  # fmt: skip
         if parts > 1:
             _walk(from_end, back=True, entering=after, out=dv)
@@ -221,5 +217,5 @@ def backward(
                 segments.per_sequence, tokens, heads, chunk, call.mode, columns, num_warps=1,
             )  # fmt: skip
     of_numbers = [(x, like, tokens * heads) for x, like in zip(grads, numbers, strict=True)]
-    dq, dk, *summed = sums_of_parts((dq, q, key), (dk, k, key), *of_numbers)
+    dq, dk, *summed = sums_of_parts((dq, q, key), (dk, k, key), *of_numbers, (dskip, skip, heads))
     return dq, dk, dv, *summed, dinitial

@@ -107,11 +107,11 @@ def put_log_grads(
 @triton.jit
 @no_type_check
 def grads_kernel(
-    q, k, v, do, sums, states, entering, leaving, dk, dv, found, passes, reads, g_slow, g_fast, gain, dg_slow, dg_fast,
-    dgain, table, scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr,
-    QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr, READS: tl.constexpr,
+    q, k, v, do, sums, states, entering, leaving, dk, dv, found, passes, reads, g_slow, g_fast, gain, skip, dg_slow,
+    dg_fast, dgain, dskip, table, scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr,
+    QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """The walk from the end of a segment for one head and BK rows of its state. What is None is not read or written.
 
@@ -141,6 +141,7 @@ def grads_kernel(
     if MODE == 2:
         dg_slow += part * H * TOKENS
     count = tl.cdiv(tokens, C)
+    of_skip = tl.zeros([C], tl.float32)
     for step in tl.range(0, count, num_stages=STAGES):
         index = count - 1 - step
         inside = cc < tokens - index * C
@@ -177,10 +178,15 @@ def grads_kernel(
             dvs = dot((scores * decays).to(dos.dtype), dos, dvs, PRECISION)
             if gain is not None:
                 dvs *= factors(gain, token, cc, inside, h, H)[:, None]
+            if skip is not None:
+                dvs += tl.load(skip + h).to(tl.float32) * dos.to(tl.float32)
             store(dv + (token * H + h) * V, dvs, cc, vv, inside, H * V, V, BV)
 
         vs = load(values_at, cc, vv, inside, VT, V, BV)
-        dscores = dot(vs, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION) * decays
+        dscores = dot(vs, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION)
+        if skip is not None:
+            of_skip += tl.sum(tl.where(cc[:, None] == cc[None, :], dscores, 0.0), 1)
+        dscores *= decays
         if gain is not None:
             of_gain = tl.sum(scores * dscores, 1)
             dscores *= factors(gain, token, cc, inside, h, H)[:, None]
@@ -249,6 +255,8 @@ def grads_kernel(
         store_state(leaving + place, fast, kk, vv, K, V)
         if MODE == 2:
             store_state(leaving + place + K * V, slow, kk, vv, K, V)
+    if skip is not None:
+        tl.store(dskip + segment * H + h, tl.sum(of_skip, 0), mask=part == 0)
 
 
 @triton.jit

@@ -81,18 +81,18 @@ def _present(*grads: Tensor | None) -> list[Tensor]:
 
 def _linear(
     q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None,
-    initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    skip: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return linear.forward(q, k, v, g_slow, g_fast, gain, initial, cu_seqlens, scale, chunk_size)
+    return linear.forward(q, k, v, g_slow, g_fast, gain, skip, initial, cu_seqlens, scale, chunk_size)
 
 
 def _linear_backward(
     do: Tensor, dfinal: Tensor | None, entering: Tensor, carried: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None, initial: Tensor | None,
+    g_slow: Tensor | None, g_fast: Tensor | None, gain: Tensor | None, skip: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     rest = (entering, carried, cu_seqlens, scale, chunk_size, do, dfinal)
-    return _present(*linear.backward(q, k, v, g_slow, g_fast, gain, initial, *rest))
+    return _present(*linear.backward(q, k, v, g_slow, g_fast, gain, skip, initial, *rest))
 
 
 def _vector(
@@ -156,7 +156,7 @@ def _kda_backward(
     return _present(*of_delta.backward(q, k, v, beta, g, initial, *rest))
 
 
-differentiable("triton_linear", 7, _linear, _linear_backward, reads_final=False)
+differentiable("triton_linear", 8, _linear, _linear_backward, reads_final=False)
 differentiable("triton_vector", 5, _vector, _vector_backward, reads_final=False)
 differentiable("triton_delta", 7, _delta, _delta_backward, reads_final=False)
 differentiable("triton_dplr", 7, _dplr, _dplr_backward)

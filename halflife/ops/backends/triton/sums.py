@@ -17,24 +17,51 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from halflife.ops.backends.triton.gates import load_gates, until_joined
-from halflife.ops.backends.triton.segments import chunk_tokens
+from halflife.ops.backends.triton.gates import FLOOR
 
 COUNTS = (0, 1, 5)  # numbers a token, by MODE
 
 
 @triton.jit
 @no_type_check
-def store_sums(sums, stride, cc, inside, a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr):
-    """Store the results of `gates.load_gates` for the tokens from `sums` on. The numbers are `stride` apart."""
-    if MODE != 0:
-        tl.store(sums + cc, b, mask=inside)
+def store_sums(
+    sums, g_slow, g_fast, token, size, h, TOKENS, H: tl.constexpr, C: tl.constexpr, N: tl.constexpr, MODE: tl.constexpr
+):
+    """Store the numbers of N chunks of one head, whose `size` tokens begin at `token`."""
+    stride = H * TOKENS
+    at = tl.arange(0, N)[:, None] * C + tl.arange(0, C)[None, :]
+    inside = at < size
+    rows = (token + at) * H + h
+    sums += h * TOKENS + token + at
+    fast = tl.load(g_fast + rows, mask=inside, other=0.0).to(tl.float32)
+    fast = tl.where(fast < FLOOR, FLOOR, fast)
+    b = tl.cumsum(fast.to(sums.dtype.element_ty), 1)
+    tl.store(sums, b, mask=inside)
     if MODE == 2:
-        before = tl.cumsum(tl.where(seg == reset, fast, 0.0).to(a.dtype), 0)
-        tl.store(sums + stride + cc, a, mask=inside)
-        tl.store(sums + 2 * stride + cc, b + until_joined(fast, reset, seg, C), mask=inside)
-        tl.store(sums + 3 * stride + cc, a + before, mask=inside)
-        tl.store(sums + 4 * stride + cc, seg.to(a.dtype), mask=inside)
+        given = tl.load(g_slow + rows, mask=inside, other=0.0)
+        reset = (given != 0).to(tl.int32)
+        slow = given.to(tl.float32)
+        a = tl.cumsum(tl.where(slow < FLOOR, FLOOR, slow).to(b.dtype), 1)
+        seg = tl.cumsum(reset, 1)
+        index = tl.arange(0, C)
+        counted = (index[None, :] > index[:, None])[None] & ((seg - reset)[:, None, :] == seg[:, :, None])
+        met = b + tl.sum(tl.where(counted, fast[:, None, :], 0.0), 2)
+        tl.store(sums + stride, a, mask=inside)
+        tl.store(sums + 2 * stride, met, mask=inside)
+        tl.store(sums + 3 * stride, a + tl.cumsum(tl.where(seg == reset, fast, 0.0).to(b.dtype), 1), mask=inside)
+        tl.store(sums + 4 * stride, seg.to(b.dtype), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def store_sums_of_segment(
+    sums, g_slow, g_fast, first, tokens, h, TOKENS, H: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr
+):
+    """Store the numbers of all tokens of a segment, for this program to load."""
+    N: tl.constexpr = 512 // C if MODE == 1 else 4096 // (C * C) if C <= 64 else 1
+    for start in tl.range(0, tokens, N * C, num_stages=2):
+        store_sums(sums, g_slow, g_fast, first + start, tokens - start, h, TOKENS, H, C, N, MODE)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -112,18 +139,3 @@ def stored_carries(sums, stride, count, MODE: tl.constexpr):
         none = tl.load(sums + 4 * stride + count - 1) == 0
         stays = tl.exp(tl.load(sums + stride + count - 1).to(tl.float32))
         return tl.where(none, passed, 0.0), tl.where(none, 0.0, passed), stays
-
-
-@triton.jit
-@no_type_check
-def sums_kernel(
-    sums, g_slow, g_fast, table, T, LENGTH, PER, TOKENS, H: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    """The sums of the log-decays of one chunk and head, `[planes, H, TOKENS]`."""
-    h = tl.program_id(1)
-    token, size, _ = chunk_tokens(table, tl.program_id(0), T, LENGTH, PER, C)
-    cc = tl.arange(0, C)
-    inside = cc < size
-    EXACT: tl.constexpr = sums.dtype.element_ty == tl.float64
-    a, b, fast, reset, seg = load_gates(g_slow, g_fast, (token + cc) * H + h, inside, C, MODE, EXACT)
-    store_sums(sums + h * TOKENS + token, H * TOKENS, cc, inside, a, b, fast, reset, seg, C, MODE)

@@ -18,7 +18,13 @@ import triton.language as tl
 
 from halflife.ops.backends.triton.gates import dot
 from halflife.ops.backends.triton.segments import segment_tokens
-from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
+from halflife.ops.backends.triton.sums import (
+    store_sums_of_segment,
+    stored_carries,
+    stored_decays,
+    stored_leaves,
+    stored_reads,
+)
 
 
 @triton.jit
@@ -92,11 +98,12 @@ def factors(gain, token, cc, inside, h, H: tl.constexpr):
 @triton.jit
 @no_type_check
 def walk_kernel(
-    q, k, v, beside, sums, gain, entering, out, leaving, carried, states, reads, table, scale, T, LENGTH, PER, TOKENS,
-    H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr,
-    KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, SV: tl.constexpr, SB: tl.constexpr, BT: tl.constexpr,
-    BH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr,
-    FLIPPED: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, beside, sums, g_slow, g_fast, gain, skip, entering, out, leaving, carried, states, reads, table, scale, T,
+    LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr,
+    KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, SV: tl.constexpr, SB: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
+    BACK: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The walk over a segment, for one head and BV columns of its state. What is None is not read or written.
 
@@ -104,7 +111,8 @@ def walk_kernel(
     passes it (`leaving`, `carried`). BACK walks from the end with the gradient of the state: k are queries and v the
     gradients of outputs. FLIPPED writes the gradients of queries: q are the gradients of outputs, k values and v keys,
     and states in memory are transposed. It also writes the state entering every second chunk (`states`), and for each
-    token and state what it reads times the gradient (`reads`), for which it needs the queries (`beside`).
+    token and state what it reads times the gradient (`reads`), for which it needs the queries (`beside`). The first
+    walk of a call is given log-decays, and stores their sums.
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
@@ -115,6 +123,8 @@ def walk_kernel(
     kk = tl.arange(0, BK)
     vv = (tl.program_id(0) % PARTS) * BV + tl.arange(0, BV)
     place = (segment.to(tl.int64) * H + h) * STATE
+    if g_fast is not None:
+        store_sums_of_segment(sums, g_slow, g_fast, first, tokens, h, TOKENS, H, C, MODE)
     fast = tl.zeros([BK, BV], tl.float32)
     slow = tl.zeros([BK, BV], tl.float32)
     if entering is not None:
@@ -171,6 +181,8 @@ def walk_kernel(
             o = dot(scores.to(vs.dtype), vs, o, PRECISION)
             if gain is not None and BACK:
                 o *= factors(gain, token, cc, inside, h, H)[:, None]
+            if skip is not None:  # of a rounded sum, which holds fewer registers
+                o = o.to(vs.dtype).to(tl.float32) + tl.load(skip + h).to(tl.float32) * vs.to(tl.float32)
             store(out + (token * H + h) * V, o, cc, vv, inside, H * V, V, BV)
         kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
         if BACK:

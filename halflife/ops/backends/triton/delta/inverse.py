@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.delta.pairs import store_triangle
-from halflife.ops.backends.triton.gates import dot, load_gates
+from halflife.ops.backends.triton.gates import dot, load_gates, store_sums
 from halflife.ops.backends.triton.segments import chunk_tokens
-from halflife.ops.backends.triton.sums import store_sums, stored_decays
+from halflife.ops.backends.triton.sums import stored_decays
 from halflife.ops.backends.triton.walks import load
 
 

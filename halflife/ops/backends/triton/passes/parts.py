@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch
 
-MOST = 5  # tensors of a launch
+MOST = 6  # tensors of a launch
 BLOCK = 256  # entries of a program
 
 
@@ -32,8 +32,8 @@ def _sum(x, out, entries, inner, parts, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def _parts_kernel(
-    x0, x1, x2, x3, x4, out0, out1, out2, out3, out4, n0, n1, n2, n3, n4, inner0, inner1, inner2, inner3, inner4,
-    p0, p1, p2, p3, p4, BLOCK: tl.constexpr,
+    x0, x1, x2, x3, x4, x5, out0, out1, out2, out3, out4, out5, n0, n1, n2, n3, n4, n5, inner0, inner1, inner2, inner3,
+    inner4, inner5, p0, p1, p2, p3, p4, p5, BLOCK: tl.constexpr,
 ):  # fmt: skip
     which = tl.program_id(1)
     if which == 0:
@@ -46,10 +46,12 @@ def _parts_kernel(
         _sum(x3, out3, n3, inner3, p3, BLOCK)
     if which == 4:
         _sum(x4, out4, n4, inner4, p4, BLOCK)
+    if which == 5:
+        _sum(x5, out5, n5, inner5, p5, BLOCK)
 
 
 def sums_of_parts(*given: tuple[Tensor | None, Tensor | None, int]) -> list[Tensor | None]:
-    """Sum parts `[outer, parts, inner]` to the shape and dtype of a tensor, for up to 5 `(parts, tensor, inner)`.
+    """Sum parts `[outer, parts, inner]` to the shape and dtype of a tensor, for up to 6 `(parts, tensor, inner)`.
 
     Both are contiguous. One part is no sum, and None stays None.
     """
