@@ -16,6 +16,7 @@ if sys.platform != "linux":
 
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton import laws as kernels
+from halflife.ops.backends.triton import post as spectra
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
@@ -126,12 +127,17 @@ def test_decays_run_by_the_kernels(name, post, monkeypatch):
         return {"g": g.detach(), "df": inputs.grad, **grads}
 
     launched, launch = [], kernels.launch
-    monkeypatch.setattr(kernels, "launch", lambda *x: launched.append(1) or launch(*x))
+    for module in (kernels, spectra):
+        monkeypatch.setattr(module, "launch", lambda *x: launched.append(x[0]) or launch(*x))
     with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cpu", False)
         patch.setattr("halflife.ops.backends.dispatch.SMALLEST_PASS", 0)
         patch.setattr("halflife.ops.backends.dispatch.choose", always_triton)
         got = run()
-    assert len(launched) == (0 if name == "mamba2_no_a" else 2)
+    laws = [kernel for kernel in launched if kernel not in (spectra._spectrum_kernel, spectra._spectrum_back_kernel)]
+    together = post == {} and name == "mamba2"
+    assert len(laws) == (0 if name == "mamba2_no_a" else 2)
+    assert len(launched) - len(laws) == (0 if post is None else 1 if together else 2)
     strategy.double()
     want = run()
     assert_close(got["g"], want["g"], 1e-6)
@@ -155,3 +161,6 @@ def test_as_custom_ops():
     triton.load()
     given = (torch.zeros(1, requires_grad=True), vector, 4.0)
     torch.library.opcheck(torch.ops.halflife.triton_spectrum, given, test_utils=checks)
+    spectrum = torch.zeros(1, requires_grad=True), vector[:3].detach().requires_grad_(), torch.arange(1, 4)
+    given = (f, vector, *spectrum, 4.0, "softplus", 1.0, 0.0, None, True)
+    torch.library.opcheck(torch.ops.halflife.triton_post_decay, given, test_utils=checks)

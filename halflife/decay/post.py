@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,6 +157,11 @@ class PoST(Decay):
         if then is not None and self._leaves_spectrum():
             taper, position = Spectrum(self.theta, self.delta, math.log(self.train_length)), self._limited(position)
             return self.decay(f, position=position, log_rate=self.theta, parts=True, taper=taper, then=then)
+        if then is None and not f.is_cpu and step is None and self.decay.has_law() and self._leaves_spectrum():
+            taper, limited = Spectrum(self.theta, self.delta, math.log(self.train_length)), self._limited(position)
+            options = {"log_rate": self.theta, "taper": taper, "position": limited}
+            found = self.decay(f, parts=parts, with_step=with_step, **options)
+            return found._replace(log_stretch=partial(self.log_stretch, position)) if parts else found
         base, taper = self._spectrum()
         options: dict[str, Any] = {"log_rate": base.view(self.base_shape)} | ({} if then is None else {"then": then})
         if taper is not None and (self.sorts_log_rates or self.decay.has_law()):

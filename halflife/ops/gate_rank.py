@@ -78,8 +78,8 @@ def gate_rank(
     """
     if reset_law != "mask":
         check_reset_law(reset_law, delta=beta is not None)
-    tensors = {"q": q, "k": k, "v": v, "g_slow": g_slow, "g_fast": g_fast, "beta": beta, "gain": gain}
-    tensors["skip"] = skip
+    tensors = {"q": q, "k": k, "v": v, "g_slow": g_slow, "g_fast": g_fast, "beta": beta}
+    tensors |= {"gain": gain, "skip": skip}
     settings = {"scale": scale, "chunk_size": chunk_size}
     if reset_law == "printed":
         call = Call.of("gate_rank", tensors, initial_state, cu_seqlens, **settings)

@@ -28,7 +28,8 @@ define(
 
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gain: Tensor | None = None,
-    skip: Tensor | None = None, *, scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    skip: Tensor | None = None, *,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, chunk_size: int = 64, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear attention: `S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ`, `o_t = S_tᵀ q_t · scale`.

@@ -116,7 +116,7 @@ class Unevaluated(NamedTuple):
 
 
 def log_decay(
-    f: Tensor, law: Law, *, taper: Tensor | None = None, offset: Tensor | None = None,
+    f: Tensor, law: Law, *, taper: Tensor | Spectrum | None = None, offset: Tensor | None = None,
     position: Tensor | None = None, with_step: bool = False, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `g = −c e^{rate + offset} t^{−α} φ(f + bias)` in float32 (float64 for float64 activations).
@@ -124,7 +124,8 @@ def log_decay(
     Args:
         f: activations `[B, T, H]` or `[B, T, H, K]`.
         law: φ, bias, rate and factor.
-        taper: α of each channel, in a shape as those of `law`, or None for no dependence on the position.
+        taper: α of each channel, in a shape as those of `law`, or None for no dependence on the position. A `Spectrum`
+            has the rates of a scalar decay too.
         offset: a part of the logarithm that does not depend on the position, as the taper.
         position: t of each token, from 1, `[T]` or `[B, T]`, if there is a taper.
         with_step: whether to return φ too.
@@ -134,6 +135,9 @@ def log_decay(
         g, and φ or None, each in the shape of f.
     """
     law, channels = law if offset is None else law.moved(offset), f.shape[2:]
+    if isinstance(taper, Spectrum):
+        settings = taper.log_length, law.shape, law.factor, law.least, law.most, with_step
+        return run_pass("post_decay", backend, (f, law.bias, taper.theta, taper.delta, position), *settings)
     vectors = (law.bias, law.rate, taper)
     if f.ndim == 4:
         vectors = [None if x is None else x.expand(channels).flatten() for x in vectors]
@@ -238,9 +242,32 @@ def _spectrum_kernel(theta: Tensor, delta: Tensor, log_length: float) -> tuple[T
 
 
 def _why_not_spectrum(op: str, device: torch.device, tensors: Any = None) -> str | None:
-    if tensors is not None and len(tensors[1]) >= MOST:
+    if tensors is not None and len(tensors[3 if op == "post_decay" else 1]) >= MOST:
         return f"the Triton kernel takes fewer than {MOST} channels"
     return why_not(op, device, tensors)
 
 
 implements("ordered_spectrum", "triton", _spectrum_kernel, why_not=_why_not_spectrum)
+
+
+def _post_decay(
+    f: Tensor, bias: Tensor | None, theta: Tensor, delta: Tensor, position: Tensor, log_length: float, *settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    return _expression(f, bias, *_spectrum(theta, delta, log_length), position, *settings)
+
+
+def _post_decay_kernel(f: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    """As `_post_decay`, in one launch (post.py in `backends/triton`)."""
+    triton.load()
+    vectors = [None if x is None else x.contiguous() for x in (bias, *rest[:2])]
+    g, step, *_ = torch.ops.halflife.triton_post_decay(dense(f), *vectors, *rest[2:])
+    return g, step if rest[-1] else None
+
+
+define(
+    "post_decay", f="B T D", bias="D | None", theta="1", delta="D-1", position="int B T | T", constants=["position"],
+    settings={"log_length": 6.0, "shape": "softplus", "factor": 0.5, "least": 0.0, "most": None, "with_step": True},
+)  # fmt: skip
+for _backend in ("chunked", "reference"):
+    implements("post_decay", _backend, _post_decay, traceable=True)
+implements("post_decay", "triton", _post_decay_kernel, why_not=_why_not_spectrum)

@@ -98,7 +98,7 @@ def _tile(
 
 @triton.jit
 @no_type_check
-def _forward_kernel(
+def law_kernel(
     f, position, bias, rate, taper, g, step, rows_all, T, D, f_b, f_t, p_b, p_t, factor, least, most,
     SHAPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -159,10 +159,10 @@ def _log_decay(
     factor: float, least: float, most: float | None, with_step: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """g and φ in the shape of f, in float32; φ is without entries if it is not asked for. f has stride 1 in D."""
-    tokens, rows, columns = _blocks(f)
+    tokens, rows, columns = blocks(f)
     g, step = (f.new_empty(f.shape if made else 0, dtype=torch.float32) for made in (True, with_step))
     if f.numel():
-        launch(_forward_kernel, (triton.cdiv(f.shape[2], columns) * triton.cdiv(tokens, rows),))(
+        launch(law_kernel, (triton.cdiv(f.shape[2], columns) * triton.cdiv(tokens, rows),))(
             f, position, bias, rate, taper, g, step if with_step else None, tokens, f.shape[1], f.shape[2],
             f.stride(0), f.stride(1), *positions(position), factor, least, limit(most),
             SHAPE=SHAPES[shape], BR=rows, BC=columns,
@@ -170,12 +170,12 @@ def _log_decay(
     return g, step
 
 
-def _log_decay_backward(
+def log_decay_backward(
     dg: Tensor, dstep: Tensor | None, f: Tensor, bias: Tensor | None, rate: Tensor | None, taper: Tensor | None,
     position: Tensor | None, shape: str, factor: float, least: float, most: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of f, and of bias, rate and taper together, `[3, D]`."""
-    tokens, rows, columns = _blocks(f)
+    tokens, rows, columns = blocks(f)
     df, channels = f.new_empty(f.shape), f.shape[2]
     if not f.numel():
         return df, f.new_zeros(3, channels, dtype=torch.float32)
@@ -190,7 +190,7 @@ def _log_decay_backward(
     return df, sums.sum(0)
 
 
-def _blocks(f: Tensor) -> tuple[int, int, int]:
+def blocks(f: Tensor) -> tuple[int, int, int]:
     """Tokens, and the tokens and channels of a tile."""
     columns = max(16, min(64, triton.next_power_of_2(f.shape[2])))
     return f.shape[0] * f.shape[1], TILE // columns, columns
@@ -222,5 +222,5 @@ def _grad(ctx: Any, dg: Tensor, dstep: Tensor) -> tuple[Any, ...]:
     return df, *vectors, *[None] * 6
 
 
-_gradients = declare("triton_log_decay_backward", _log_decay_backward)
+_gradients = declare("triton_log_decay_backward", log_decay_backward)
 declare("triton_log_decay", _log_decay).register_autograd(_grad, setup_context=_save)
