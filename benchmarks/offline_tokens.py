@@ -172,7 +172,10 @@ def decays() -> dict[str, list[Launch]]:
         given = (f, vector, vector, vector, meta(2048, dtype=torch.long), shape, 1.0, 0.0, None)
         with offline_kernels.captured(found.setdefault(f"decays, {case}", [])):
             laws._log_decay(*given, with_step)
-            laws._log_decay_backward(f.float(), f.float() if with_step else None, *given)
+            laws.log_decay_backward(f.float(), f.float() if with_step else None, *given)
+        if with_step:
+            with offline_kernels.captured(found.setdefault("decays, mamba2+post", [])):
+                post._decays(f, vector, meta(1), vector[1:], given[4], 8.0, *given[5:], with_step)
     for count in (32, 2048):
         vector = meta(count)
         with offline_kernels.captured(found.setdefault(f"spectrum, {count}", [])):

@@ -316,8 +316,11 @@ def test_the_backend_of_a_model_governs_all_of_its_ops(name, monkeypatch):
         assert ours(backend=backend) == set()
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "deltanet", "kda", "gdn2", "deltaproduct", "mesa", "comba"])
-def test_keys_normalised_by_the_convolution(name, monkeypatch):
+LAYERS = ("gated_deltanet", "deltanet", "kda", "gdn2", "deltaproduct", "mesa", "comba", "mamba2", "mamba2+gate_rank")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_keys_normalised_by_the_convolution_and_skips_added_by_the_op(name, monkeypatch):
     """As layers do on a GPU; Comba has a pass before the norm of the queries."""
     torch.manual_seed(0)
     heads = {"num_key_heads": 1} if name == "gated_deltanet" else {}
@@ -337,4 +340,4 @@ def test_keys_normalised_by_the_convolution(name, monkeypatch):
     for got, expected in zip(run(), want, strict=True):
         assert_close(got, expected, 1e-12)
     channels = {"gated_deltanet": 16, "deltaproduct": 48}.get(name, 32)
-    assert set(calls) == {None if name == "comba" else (channels, 8)}
+    assert set(calls) == {None if name.startswith(("comba", "mamba2")) else (channels, 8)}

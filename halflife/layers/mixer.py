@@ -66,6 +66,15 @@ LAYERS: Registry[type[Mixer]] = Registry("layer")
 FEATURES = ("ssm_query", "ssm_key", "ssm_value")  # in the tensors that layers share
 
 
+def _share_all(part: Tensor, parts: Mapping[str, Tensor]) -> bool:
+    """Whether parts of a state have one memory together, as GateRank's two from a kernel; compiled code cannot tell."""
+    if part.is_cpu or torch.compiler.is_compiling():
+        return False
+    memory = part.untyped_storage()
+    held = [x.numel() * x.itemsize for x in parts.values() if x.untyped_storage()._cdata == memory._cdata]
+    return sum(held) == memory.size()
+
+
 class Mixer(nn.Module):
     """A sequence mixer: `y, state = mixer(x, state, cu_seqlens, attention_mask)`.
 
@@ -124,7 +133,7 @@ class Mixer(nn.Module):
         if torch.compiler.is_compiling() or peek_interpreter_stack() is None:  # tensors of torch.func have no storage
             for name, part in new.items():
                 held = part.numel() * part.itemsize  # not `nbytes`, which torch.compile cannot read of any length
-                if part.untyped_storage().size() != held:  # a view, such as the last token of all activations
+                if part.untyped_storage().size() != held and not _share_all(part, new):
                     new[name] = part.clone(memory_format=torch.contiguous_format)
         return y, {"position": packing.ends(state.get("position"), x.device), **new}
 
