@@ -85,6 +85,13 @@ def even(x: Tensor) -> Tensor:
     return x.contiguous().view(x.shape)
 
 
+def alike(state: Tensor, slow: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """A state, or two, of equal strides, of which the last one is 1."""
+    if state.stride(-1) == 1 and (slow is None or slow.stride() == state.stride()):
+        return state, slow
+    return state.contiguous(), None if slow is None else slow.contiguous()
+
+
 def not_plain(*tensors: Any) -> str | None:
     """The reason why kernels cannot read one of these values, which are tensors or not, or None if they can."""
     for x in tensors:

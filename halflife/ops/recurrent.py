@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.ops.arguments import dense
+from halflife.ops.arguments import alike, dense
 from halflife.ops.backends import triton
 from halflife.ops.call import Call
 from halflife.ops.chunked.groups import each_head
@@ -88,7 +88,7 @@ class Unconvolved(NamedTuple):
         `beta` are the logits of writing strengths. The states are fast and slow.
         """
         taps = [x.contiguous() for x in (self.weight, self.bias) if x is not None]
-        conv, state, slow = (None if x is None else x.contiguous() for x in (self.state, *states))
+        conv, (state, slow) = None if self.state is None else self.state.contiguous(), alike(*states)
         gate: list[Tensor] = []
         if isinstance(g_slow, SlowInput):
             gate, g_slow = [dense(g_slow.f), *(x.contiguous() for x in g_slow[1:])], None

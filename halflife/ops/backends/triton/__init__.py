@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import dense, not_plain
+from halflife.ops.arguments import alike, dense, not_plain
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.dispatch import add_skip, folded
 from halflife.ops.call import Call
@@ -155,9 +155,7 @@ def run_step(call: Call) -> tuple[Tensor, Any]:
     q, k, v, beta, a, b = [None if (x := call.get(name)) is None else dense(x) for name in MATRICES]
     g, g_slow = call.decay, call.get("g_slow")
     g = dense(g) if g is not None and g.ndim == 4 else g
-    state, slow = (*call.state, None)[:2] if call.state is not None else (None, None)
-    if state is not None and (state.stride(-1) != 1 or (slow is not None and slow.stride() != state.stride())):
-        state, slow = [None if x is None else x.contiguous() for x in (state, slow)]
+    state, slow = alike(*call.state) if call.state is not None else (None, None)
     scale = float(call.output_scale)
     o, *states = torch.ops.halflife.triton_step(q, k, v, g, beta, a, b, g_slow, state, slow, scale)
     return o, states[0] if len(states) == 1 else tuple(states)
