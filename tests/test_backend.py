@@ -207,7 +207,16 @@ def test_info_says_why_not(monkeypatch):
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
     ours = {"linear_attention", "delta_rule", "dplr", "gate_rank", "ridge_attention", "koopman_attention"}
-    ours |= {"log_decay", "ordered_spectrum", "causal_conv1d", "l2_normalize", "swiglu", "scale_heads", "rotate"}
+    ours |= {
+        "log_decay",
+        "post_decay",
+        "ordered_spectrum",
+        "causal_conv1d",
+        "l2_normalize",
+        "swiglu",
+        "scale_heads",
+        "rotate",
+    }
     ours |= {
         "rms_norm",
         "rms_norm_of_gated",

@@ -157,7 +157,8 @@ class PoST(Decay):
         if then is not None and self._leaves_spectrum():
             taper, position = Spectrum(self.theta, self.delta, math.log(self.train_length)), self._limited(position)
             return self.decay(f, position=position, log_rate=self.theta, parts=True, taper=taper, then=then)
-        if then is None and not f.is_cpu and step is None and self.decay.has_law() and self._leaves_spectrum():
+        leaves = then is None and step is None and not isinstance(f, Product) and not f.is_cpu
+        if leaves and self.decay.has_law() and self._leaves_spectrum():  # one kernel for both
             taper, limited = Spectrum(self.theta, self.delta, math.log(self.train_length)), self._limited(position)
             options = {"log_rate": self.theta, "taper": taper, "position": limited}
             found = self.decay(f, parts=parts, with_step=with_step, **options)
