@@ -141,7 +141,7 @@ def grads_kernel(
     if MODE == 2:
         dg_slow += part * H * TOKENS
     count = tl.cdiv(tokens, C)
-    of_skip = tl.zeros([C], tl.float32)
+    of_skip = 0.0
     for step in tl.range(0, count, num_stages=STAGES):
         index = count - 1 - step
         inside = cc < tokens - index * C
@@ -185,7 +185,7 @@ def grads_kernel(
         vs = load(values_at, cc, vv, inside, VT, V, BV)
         dscores = dot(vs, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION)
         if skip is not None:
-            of_skip += tl.sum(tl.where(cc[:, None] == cc[None, :], dscores, 0.0), 1)
+            of_skip += tl.sum(vs.to(tl.float32) * dos.to(tl.float32))
         dscores *= decays
         if gain is not None:
             of_gain = tl.sum(scores * dscores, 1)
@@ -256,7 +256,7 @@ def grads_kernel(
         if MODE == 2:
             store_state(leaving + place + K * V, slow, kk, vv, K, V)
     if skip is not None:
-        tl.store(dskip + segment * H + h, tl.sum(of_skip, 0), mask=part == 0)
+        tl.store(dskip + segment * H + h, of_skip, mask=part == 0)
 
 
 @triton.jit
