@@ -175,5 +175,6 @@ def test_native_kernels_round_no_more_than_chunks(op, dtype):
         got, chunked = ({n: relative_error(x, expected[n]) for n, x in run(op, variant, backend, narrow).items()}
                         for backend in ("native", "chunked"))  # fmt: skip
         least = WORST_OF_KOOPMAN if op == "koopman_attention" else LEAST
-        larger = {n: (error, chunked[n]) for n, error in got.items() if error > max(1.1 * chunked[n], least)}
+        often = 2 if "dskip" in got else 1.1  # torch adds D ⊙ v to outputs that a kernel has rounded
+        larger = {n: (error, chunked[n]) for n, error in got.items() if error > max(often * chunked[n], least)}
         assert not larger, f"native and chunked errors: {larger}"
