@@ -20,14 +20,7 @@ from halflife.ops import dplr
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
 from halflife.ops.recurrent import maps_of_norm, takes_map, takes_token
-from halflife.ops.rwkv7 import (
-    bonus_of,
-    relu_square,
-    rwkv7_keys,
-    rwkv7_output,
-    rwkv7_token,
-    rwkv7_values,
-)  # fmt: skip
+from halflife.ops.rwkv7 import bonus_of, relu_square, rwkv7_keys, rwkv7_output, rwkv7_token, rwkv7_values
 from halflife.packing import Packing
 from halflife.precision import ROOMY, product_dtype
 

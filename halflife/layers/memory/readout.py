@@ -62,9 +62,11 @@ class Readout(Float32Module):
 
     def token(self, q: Tensor, k: Tensor, v: Tensor, backend: str, **options: Any) -> tuple[Tensor, State] | None:
         """The outputs and the state that `forward` has for one token, by one kernel; None where it takes none."""
+        if k.shape[1] != 1 or is_watched(self):
+            return None
         fixed = {"gamma": self.gamma or 1.0, "mix": FIXED_MIX.get(self.mix, 1.0)}
         call = KoopmanCall(q, k, v.to(ROOMY[v.dtype]), **fixed, **options)
-        if is_watched(self) or not takes_token(call, backend):
+        if not takes_token(call, backend):
             return None
         mix = self.weights if self.mix_logit is None else self.mix_logit
         return attend_token(call, self.gamma_logit, mix, self.eta)
