@@ -14,6 +14,7 @@ from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay, check_gain
 from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv, map_of_gated
+from halflife.ops.backends.dispatch import add_skip
 from halflife.ops.linear import weight_of
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -46,7 +47,7 @@ class Skip(Float32Module):
         assert x is not None
         if norm is not None:
             return norm(y, skip=(self.D, x))
-        return torch.addcmul(y, self.D.unsqueeze(-1).to(y.dtype), x.to(y.dtype))
+        return add_skip(y, self.D, x)
 
 
 @LAYERS.add("mamba2")

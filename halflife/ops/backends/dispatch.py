@@ -199,14 +199,12 @@ def folded(call: Call, backend: str = "auto") -> Call:
 def _with_skip(implementation: Callable[[Call], Any], call: Call) -> tuple[Tensor, Any]:
     """Run a call by an implementation that does not add `D ⊙ v` to the outputs."""
     o, state = implementation(call)
-    return add_skip(o, call), state
+    return add_skip(o, call.get("skip"), call["v"]), state
 
 
-def add_skip(o: Tensor, call: Call) -> Tensor:
-    """The outputs plus `D ⊙ v` of a call with a `skip`."""
-    if (skip := call.get("skip")) is None:
-        return o
-    return torch.addcmul(o, skip.unsqueeze(-1).to(o.dtype), call["v"].to(o.dtype))
+def add_skip(o: Tensor, skip: Tensor | None, v: Tensor) -> Tensor:
+    """`o + D ⊙ v` of `o, v [B, T, H, V]` and D `[H]`; o itself where D is None."""
+    return o if skip is None else torch.addcmul(o, skip.unsqueeze(-1).to(o.dtype), v.to(o.dtype))
 
 
 def kind_of(op: str) -> str:

@@ -132,7 +132,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         q, k, v, *[None if x is None else x.contiguous() for x in gates], call.packing.cu_seqlens,
         float(call.output_scale), call.chunk_size,
     )  # fmt: skip
-    return add_skip(o, plain) if vector or beta is not None else o, final
+    return add_skip(o, plain.get("skip"), plain["v"]) if vector or beta is not None else o, final
 
 
 def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
