@@ -1,4 +1,4 @@
-"""The combinations of presets and modifiers that exist, from trying them."""
+"""The combinations of presets and modifiers that exist, from trying them when a test runs."""
 
 from functools import cache
 
@@ -21,17 +21,17 @@ def slow_later(names):
 
 
 @cache
-def combinations():
-    """Return (valid names, invalid names): every base with none, one or two modifiers."""
-    names = [*PRESETS]
-    names += [f"{base}+{modifier}" for base in PRESETS for modifier in MODIFIERS]
-    names += [f"{base}+{pair}" for base in PRESETS for pair in ("post+rope", "vector+share", "scalar+post")]
-    found, refused = [], []
-    for name in names:
-        try:
-            preset(name, **SIZES)
-        except ValueError:
-            refused.append(name)
-        else:
-            found.append(name)
-    return found, refused
+def exists(name):
+    """Whether the combination has a meaning, from trying it."""
+    try:
+        preset(name, **SIZES)
+    except ValueError:
+        return False
+    return True
+
+
+def combinations(base):
+    """Return (valid names, invalid names): the base with none, one or two modifiers."""
+    pairs = ("post+rope", "vector+share", "scalar+post")
+    names = [base, *(f"{base}+{modifier}" for modifier in (*MODIFIERS, *pairs))]
+    return list(filter(exists, names)), [name for name in names if not exists(name)]

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -27,14 +28,25 @@ _, COMMANDS, PAPERS = claims.load()
 EVERY = [claim for each in PAPERS.values() for claim in each]
 
 
+@cache
+def readings():
+    """Every claim and what its files say."""
+    return [(claim, claims.read(claim)) for claim in EVERY]
+
+
+@cache
+def asked(command):
+    """What a command line of `halflife` asks for."""
+    return read_command(shlex.split(command)[1:])
+
+
 def test_the_page_is_what_the_script_writes():
     assert claims.PAGE.read_text(encoding="utf-8") == claims.page()
 
 
 def test_every_verdict_has_its_evidence():
     """Read the files without docs/claims.py: who is not open has a file, and trained models have seeds and rates."""
-    for claim in EVERY:
-        reading = claims.read(claim)
+    for claim, reading in readings():
         assert reading.verdict in claims.VERDICTS
         assert set(reading.files) <= set(COMMANDS)
         if reading.verdict == "open":
@@ -53,8 +65,7 @@ def test_every_verdict_has_its_evidence():
 def test_verdicts_on_trained_models_name_them():
     """Models are in the cell of the evidence. PoST on Mamba-2 and Gated DeltaNet is read with Δ fixed, as printed."""
     rows = dict(re.findall(r"^\| (\d+) \| (.*)$", claims.PAGE.read_text(encoding="utf-8").split("## Rules")[0], re.M))
-    for number, claim in enumerate(EVERY, 1):
-        reading = claims.read(claim)
+    for number, (claim, reading) in enumerate(readings(), 1):
         if any(name.endswith(".csv") for name in reading.files):
             assert reading.models, claim.says
         if len(reading.models) <= claims.MOST_MODELS:
@@ -125,12 +136,12 @@ RUNS = sorted({claim.settle for claim in EVERY if claim.settle.startswith("halfl
 )
 def test_runs_that_would_settle_a_claim_have_the_papers_models(command):
     """Every run is built at the sizes that it would have, without weights."""
-    asked = read_command(shlex.split(command)[1:])
-    experiment, (said, tolerance) = EXPERIMENTS[asked.experiment](), SAID[asked.experiment]
-    settings = experiment.settings_at(asked.scale, {})
-    for name in experiment.expanded(asked.models or experiment.models_at(asked.scale)):
+    run = asked(command)
+    experiment, (said, tolerance) = EXPERIMENTS[run.experiment](), SAID[run.experiment]
+    settings = experiment.settings_at(run.scale, {})
+    for name in experiment.expanded(run.models or experiment.models_at(run.scale)):
         config = experiment.configure(settings, Cell(name, 1e-3, 0)).model
-        assert config.num_layers == DEPTHS.get(asked.experiment, config.num_layers)
+        assert config.num_layers == DEPTHS.get(run.experiment, config.num_layers)
         base = name.partition(":")[0]
         millions = said.get(base, said.get(base.partition("+")[0], said.get("")))
         if millions is not None:
@@ -138,7 +149,7 @@ def test_runs_that_would_settle_a_claim_have_the_papers_models(command):
                 count = LanguageModel(config).num_parameters() / 1e6
             assert count == pytest.approx(millions, rel=tolerance), name
         for kind in config.hybrids:
-            if kind["mixer"] == "ska" and asked.scale.startswith("paper"):
+            if kind["mixer"] == "ska" and run.scale.startswith("paper"):
                 assert kind["options"]["power"] == 2, name
 
 
@@ -162,29 +173,27 @@ def test_commands_parse():
             assert f"\n{arguments[0]}:" in (DOCS.parent / "Makefile").read_text()
             continue
         assert program == "halflife"
-        read_command(arguments)
+        assert asked(command)
     assert set(json.loads(claims.COSTS.read_text())) == {run for run in runs if run.startswith("halflife compare")}
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith(".csv")])
-def test_files_have_the_models_of_their_commands(name):
-    asked = read_command(shlex.split(COMMANDS[name])[1:])
-    experiment = EXPERIMENTS[asked.experiment]() if asked.experiment else None
-    models = experiment.expanded(asked.models or experiment.models_at(asked.scale)) if experiment else asked.models
-    assert {row["model"] for row in claims.results(name)} == set(models)
+def test_files_have_the_models_of_their_commands():
+    for name in (name for name in COMMANDS if name.endswith(".csv")):
+        run = asked(COMMANDS[name])
+        experiment = EXPERIMENTS[run.experiment]() if run.experiment else None
+        models = experiment.expanded(run.models or experiment.models_at(run.scale)) if experiment else run.models
+        assert {row["model"] for row in claims.results(name)} == set(models), name
 
 
 def test_no_open_claim_waits_for_a_run_that_was_made():
     """The same experiment, scale and steps would settle nothing more, whichever of its models are trained."""
 
     def run(command):
-        asked = read_command(shlex.split(command)[1:])
-        return (
-            (asked.experiment, asked.scale, asked.settings.steps) if command.startswith("halflife compare") else command
-        )
+        if not command.startswith("halflife compare"):
+            return command
+        return asked(command).experiment, asked(command).scale, asked(command).settings.steps
 
-    for claim in EVERY:
-        reading = claims.read(claim)
+    for claim, reading in readings():
         if reading.verdict == "open":
             assert run(claim.settle) not in {run(COMMANDS[name]) for name in reading.files}, claim.says
 

@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import yaml
 from helpers import cases
 
 import halflife
+from halflife import ops
 from halflife.cli import COMMANDS, WELCOME, command_class, main, parse, read_command
 from halflife.cli.groups import options_of
 from halflife.cli.options import take_overrides
@@ -143,7 +143,9 @@ def test_list_names_everything(capsys):
     assert all(name in out for registry in (PRESETS, MODIFIERS, DECAYS, TASKS, BUNDLES, VARIANTS) for name in registry)
 
 
-def test_info_checks_this_machine(capsys):
+def test_info_checks_this_machine(capsys, monkeypatch):
+    check = ops.selfcheck
+    monkeypatch.setattr(ops, "selfcheck", lambda device, length: check(device, length=3))
     main(["info", "--details"])
     first, _, details = capsys.readouterr().out.partition("backends on cpu")
     assert len(first.splitlines()) <= 24
@@ -272,9 +274,7 @@ def test_a_resumed_run_takes_no_file(text, refused):
     assert "leave out config" in refused("train", "--resume", "out", "--config", "run.yaml")
 
 
-def test_installed_command_and_version(capsys):
-    command = Path(sys.executable).parent / "halflife"
-    assert "compare" in subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+def test_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out == f"halflife {halflife.__version__}\n"
 

@@ -24,14 +24,12 @@ from torch.utils.data import Dataset
 from halflife.cli import main
 from halflife.hf import HalflifeForCausalLM
 from halflife.layers.mixer import Mixer
-from halflife.models import LanguageModel, preset
+from halflife.models import PRESETS, LanguageModel, preset
 from halflife.parallel import _UNDER_WAY, UNDER_WAY, Piece, Pieces, context_parallel
 from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective
 from halflife.training.plan import Card, Needs
 
-# Those with a norm of the whole sequence, or of the first call, read it otherwise in pieces.
-NAMES = [name for name in combinations()[0] if "ska_paper" not in name and not name.startswith("echo_paper")]
 FAST = ["mamba2+post+gate_rank", "gated_deltanet", "rwkv7", "llama", "mamba2+ska"]
 EXACT = 4e-11  # four times the largest error of all names, 1.0e-11 in a gradient of tnl_l+post_norm
 VOCABULARY = SIZES["vocab_size"]
@@ -114,20 +112,28 @@ def forward(model, ids, labels, bounds, call, **options):
     return model.logits(hidden), labels, state, model
 
 
-@pytest.mark.parametrize("name", slow_beyond(FAST, NAMES))
+def in_pieces(name):
+    """Whether a model reads pieces as the whole. Norms of the whole sequence, or of the first call, do not."""
+    return "ska_paper" not in name and not name.startswith("echo_paper")
+
+
+@pytest.mark.parametrize("name", FAST)
 def test_pieces_on_ranks_equal_the_whole(name):
     compare(name, 2, 21)
 
 
-@pytest.mark.parametrize("name", slow_beyond(FAST, NAMES))
+@pytest.mark.parametrize("name", FAST)
 def test_documents_end_anywhere(name):
     compare(name, 3, 30, BOUNDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_four_ranks(name):
-    compare(name, 4, 22)
+@pytest.mark.parametrize("base", PRESETS)
+def test_every_combination_on_ranks(base):
+    for name in filter(in_pieces, combinations(base)[0]):
+        compare(name, 2, 21)
+        compare(name, 3, 30, BOUNDS)
+        compare(name, 4, 22)
 
 
 @pytest.mark.slow
@@ -146,9 +152,8 @@ def test_padding_and_activation_checkpoints():
 
 
 def test_bytes_do_not_depend_on_the_length():
-    for name in ("mamba2+post+gate_rank", "gated_deltanet", "rwkv7"):
-        short, long = (sum(compare(name, 2, length)) for length in (21, 150))
-        assert abs(long - short) <= 64  # digits of numbers in the descriptions
+    short, long = (sum(compare("gated_deltanet", 2, length)) for length in (21, 150))
+    assert abs(long - short) <= 64  # digits of numbers in the descriptions
 
 
 def test_a_state_is_given_to_the_first_rank():
@@ -228,7 +233,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
     assert_raises(ValueError, "2 processes of 2 pieces", ExecutionConfig(context_parallel=2).num_micro_batches, 5)
 
 
-@pytest.mark.parametrize("name", ["mamba2+post+gate_rank", "gated_deltanet", "llama"])
+@pytest.mark.parametrize("name", slow_beyond(["llama"], ["mamba2+post+gate_rank", "gated_deltanet", "llama"]))
 def test_a_plan_has_the_bytes_that_are_sent(name):
     """Of a step on two ranks, without the descriptions of messages; a state is rounded to float32 there."""
     model, ids = build(name, torch.float32), draw(2, 129)
@@ -344,10 +349,10 @@ def test_predicted_memory_is_that_of_a_process(name):
 
 @pytest.mark.slow
 def test_every_layer_that_reads_otherwise_says_so():
-    for name in combinations()[0]:
+    for name in (name for base in PRESETS for name in combinations(base)[0]):
         model = LanguageModel(preset(name, **SIZES))
         refused = [part for part in model.modules() if isinstance(part, Mixer) and not part.reads_in_pieces]
-        assert bool(refused) == (name not in NAMES), name
+        assert bool(refused) == (not in_pieces(name)), name
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """The floors of the package, from the imports in its files; the sizes of folders and files; the cost of an import."""
 
 import ast
+import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent / "halflife"
 
@@ -53,17 +53,18 @@ def allowed(part):
     return {name for floor in FLOORS[:rank] for name in floor} | {part} | (set(FLOORS[0]) if rank == 0 else set())
 
 
+@cache
 def imports(path, top_level_only=False):
-    """Yield the modules that a file imports. `from a import b` gives `a.b` if this is a module, and otherwise `a`."""
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    for node in nodes:
+    """The modules that a file imports. `from a import b` gives `a.b` if this is a module, and otherwise `a`."""
+    tree, found = ast.parse(path.read_text()), []
+    for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in NAMES or node.module == "halflife" else node.module for name in names)
+            found += [name if name in NAMES or node.module == "halflife" else node.module for name in names]
+    return found
 
 
 def circles(arrows):
@@ -91,14 +92,15 @@ def circles(arrows):
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_only_what_stands_below(path):
-    part = part_of(path)
-    for name in imports(path):
-        if name.startswith("halflife."):
-            used = name.split(".")[1]
-            # Every part may import the version from the package itself.
-            assert used in allowed(part) or (used == "__version__"), f"{part} imports {name}"
+def test_imports_only_what_stands_below():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in MODULES
+        for name in imports(path)
+        # Every part may import the version from the package itself.
+        if name.startswith("halflife.") and name.split(".")[1] not in allowed(part_of(path)) | {"__version__"}
+    ]
+    assert not wrong
 
 
 def test_the_library_does_not_import_the_lab():
@@ -119,9 +121,9 @@ def test_circles_are_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_core_imports_no_heavy_library_at_its_top(path):
-    assert not [name for name in imports(path, top_level_only=True) if name.split(".")[0] in LAZY]
+def test_core_imports_no_heavy_library_at_its_top():
+    found = {path: [name for name in imports(path, top_level_only=True) if name.split(".")[0] in LAZY] for path in CORE}
+    assert not {str(path.relative_to(ROOT)): names for path, names in found.items() if names}
 
 
 def test_only_kernels_import_kernels():
@@ -132,14 +134,25 @@ def test_only_kernels_import_kernels():
         assert not names & set(imports(path)), path
 
 
-def test_import_needs_torch_alone():
-    code = (
-        "import sys, torch; before = set(sys.modules); import halflife;"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names);"
-        "print(sorted(new - {'halflife', 'torch', 'jaxtyping', 'numpy'}))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+LIGHTLY = """
+import sys, torch
+before = set(sys.modules)
+import halflife
+from halflife import Session, ops
+new = {name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert not new - {'halflife', 'torch', 'jaxtyping', 'numpy'}, new
+for op in ops.ops():
+    ops.available_backends(op), ops.available_backends(op, 'mps')
+assert not {'triton', 'fla', 'transformers', 'matplotlib', 'jinja2'} & set(sys.modules)
+import halflife.report.redraw
+assert 'matplotlib.pyplot' not in sys.modules
+"""
+
+
+def test_imports_are_light():
+    """The library and a session need torch alone, asking for backends imports neither Triton nor fla."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", LIGHTLY], check=True, env=environment)
 
 
 def test_a_comparison_imports_what_it_runs(tmp_path):

@@ -37,12 +37,13 @@ def test_every_kernel_has_rows_of_its_present_code():
     assert {name.split(",")[0].split(" ")[0] for name in DATA["kernels"]} == set(DATA["sources"])
 
 
-@pytest.mark.parametrize("name", DATA["kernels"])
-def test_no_kernel_is_worse_than_its_limits(name):
-    row = DATA["kernels"][name]
-    assert set(row) == {"sm_90", "sm_80", "gfx942"}
-    assert all(set(figures) >= FIGURES for figures in row.values())
-    assert script("offline_limits").worse(row, DATA["facts"][name], DATA["missed_today"].get(name, {})) == []
+def test_no_kernel_is_worse_than_its_limits():
+    worse = {}
+    for name, row in DATA["kernels"].items():
+        assert set(row) == {"sm_90", "sm_80", "gfx942"}, name
+        assert all(set(figures) >= FIGURES for figures in row.values()), name
+        worse[name] = script("offline_limits").worse(row, DATA["facts"][name], DATA["missed_today"].get(name, {}))
+    assert not {name: wrong for name, wrong in worse.items() if wrong}
 
 
 def test_missed_limits_are_missed():

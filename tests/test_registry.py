@@ -4,12 +4,13 @@ import dataclasses
 import math
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from combinations import LATER, SIZES
+from combinations import SIZES
 from helpers import add_noise, assert_close, assert_packs, assert_pads, assert_same, assert_streams
 from pairwise import slow_beyond
 from safetensors.torch import load_file
@@ -60,34 +61,33 @@ def small(name, **options):
     return dataclasses.replace(config, mixer_options=options, hybrid=hybrid)
 
 
-def configurations():
-    """Return the configurations by name: presets, modified presets, and the block with every other decay."""
-    found = {name: small(name) for name in (*PRESETS, *MODIFIED, *HYBRIDS)}
-    for decay in DECAYS:
-        for granularity in DECAYS[decay].granularities:
-            config = small("simple", decay=decay, granularity=granularity)
-            if all(dataclasses.replace(config, name=name) != other for name, other in found.items()):
-                found[f"{decay}-{granularity}"] = config
-    return found
+@cache
+def configuration(name):
+    """Return the configuration of a preset, or of the block with another decay."""
+    decay, _, granularity = name.partition("-")
+    return small("simple", decay=decay, granularity=granularity) if granularity else small(name)
 
 
-CONFIGURATIONS = configurations()
+OTHER_DECAYS = tuple(f"{decay}-{granularity}" for decay in DECAYS for granularity in DECAYS[decay].granularities)
+NAMES = (*PRESETS, *MODIFIED, *HYBRIDS, *OTHER_DECAYS)
 # The float32 part of a layer's state, if it is not `memory`. A KV cache has the dtype of the model.
 HELD = {"attention": (), "fox": ("forget",), "ska": ("gram", "transition", "values", "norm", "last")}
 DECAYS_DRAWN = {"A_log", "dt_bias"}  # drawn after maps whose draws depend on their dtype
-# Decays that differ from another one in numbers alone, or in what test_decay_forms.py tests.
-NUMBERS = ("gla_released", "mamba2_released", "hgrn2_released", "tnl_released", "tnl_l_released", "retnet_paper")
-# The block of `simple` with another decay has the same state; which decay it is matters within a token alone.
-STREAMED = [name for name in CONFIGURATIONS if "-" not in name and name not in (*NUMBERS, *LATER)]
+# One model of each kind. Others differ from one of these within a layer, whose tests are test_layers.py.
+KINDS = (
+    "mamba2", "mamba3", "gla", "tnl", "rwkv7+ska", "llama", "echo", "echo_paper", "simple+lrpe", "simple+scalar+tpe",
+    "simple+dplr", "mamba2+post", "retnet+post_norm", "hgrn2+vector+share", "mamba2+log_linear", "mamba2+attention",
+    "mamba3+gate_rank", "gated_deltanet+gate_rank+post", "gated_deltanet+koopman_mlp",
+)  # fmt: skip
 LEARNING = ["mamba2", "gated_deltanet", "rwkv7", "gla", "llama", "echo"]
-each_model = pytest.mark.parametrize("name", slow_beyond(STREAMED, CONFIGURATIONS))
+each_model = pytest.mark.parametrize("name", slow_beyond(KINDS, NAMES))
 # Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).
-CAUSAL = [name for name in CONFIGURATIONS if name != "echo_paper"]
-each_streamed_model = pytest.mark.parametrize("name", slow_beyond(STREAMED, CAUSAL))
+CAUSAL = [name for name in NAMES if name != "echo_paper"]
+each_streamed_model = pytest.mark.parametrize("name", slow_beyond(KINDS, CAUSAL))
 
 
 def build(name):
-    return LanguageModel(CONFIGURATIONS[name])
+    return LanguageModel(configuration(name))
 
 
 def fresh(name):
@@ -115,7 +115,7 @@ def kept(model):
     return {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
 
 
-@pytest.mark.parametrize("name", slow_beyond(LEARNING, CONFIGURATIONS))
+@pytest.mark.parametrize("name", slow_beyond(LEARNING, NAMES))
 def test_learns_sixteen_sequences_by_heart(name):
     """A bigram model would stay at 2 nats. The first tokens differ, so that every token can be known."""
     model = build(name)
@@ -155,7 +155,7 @@ def test_padding_changes_nothing(name, side):
 def test_starts_from_the_meta_device(name):
     """On memory with any content, `reset_parameters` gives the values of the constructor."""
     with torch.device("meta"):
-        model = LanguageModel(CONFIGURATIONS[name])
+        model = build(name)
     assert all(x.is_meta for x in everything(model).values())
     assert all(x.ndim for x in everything(model).values())  # FSDP shards the first axis
     model.to_empty(device="cpu")
@@ -231,7 +231,7 @@ def test_decays_are_made_in_float32(name):
         assert found[key].isfinite().all()
 
 
-def compare_compiled(name, compiler):
+def compare_compiled(name):
     """Raise an error if logits, states or gradients differ. This runs in another process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -247,19 +247,17 @@ def compare_compiled(name, compiler):
     with fixed_caches(model, None):  # as in compiled code, where no shape depends on the position
         expected = run(model)
     error = COMPILED_SKA if name.startswith("echo") else COMPILED
-    assert_close(run(torch.compile(model, fullgraph=True, backend=compiler)), expected, error)
+    assert_close(run(torch.compile(model, fullgraph=True)), expected, error)
 
 
-# The C++ compiler takes a minute for each model on one core. By default, one model is traced and not compiled.
-COMPILERS = [pytest.param("mamba2+post", "aot_eager"), *(
-    pytest.param(name, "inductor", marks=pytest.mark.slow) for name in (*PRESETS, *MODIFIED)
-)]  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PRESETS, *MODIFIED])
+def test_compiled_equals_eager(name):
+    """Models are compiled as users run them, without pytest's shape checks, which no compiler can trace.
 
-
-@pytest.mark.parametrize(("name", "compiler"), COMPILERS)
-def test_compiled_equals_eager(name, compiler):
-    """Models are compiled as users run them, without pytest's shape checks, which no compiler can trace."""
-    code = f"import test_registry; test_registry.compare_compiled({name!r}, {compiler!r})"
+    The C++ compiler takes a minute for each model on one core. test_compiled_blocks.py traces one by default.
+    """
+    code = f"import test_registry; test_registry.compare_compiled({name!r})"
     torchs_own = (
         "ignore::DeprecationWarning",
         "ignore:`torch._prims_common.check` is deprecated:FutureWarning",

@@ -252,10 +252,9 @@ def test_every_scale_configures_every_model(task, scale):
     on_text = experiment.measure == "loss"
     named = on_text or task in ("echo-tiers", "koopman-powers", "post-review")  # their models are variants, not presets
     for model in experiment.models_at(scale) if on_text else (*experiment.models, *(() if named else presets)):
-        for rate in experiment.learning_rates(model, scale):
-            config = experiment.configure(settings, Cell(model, rate, 0))
-            for test in () if on_text else config.tests:
-                tasks.build(**test.task)
+        config = experiment.configure(settings, Cell(model, experiment.learning_rates(model, scale)[0], 0))
+        for test in () if on_text else config.tests:
+            tasks.build(**test.task)
     if on_text:
         assert config.context == settings.train_length
         return
