@@ -9,15 +9,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import quicker
 import torch
 from typecheck import install
 
 # Without a GPU, our Triton kernels run in Triton's interpreter. It must be chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from interpreter import quicken
-
-    quicken()
+    quicker.interpreter()
 
 # Processes that tests start also have one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Runs are signed with a key of the tests and not with that of the user.
 os.environ["HALFLIFE_KEY"] = str(Path(tempfile.gettempdir(), f"halflife-tests-{os.getuid()}", "key"))
+
+quicker.parser()
 
 # Every annotation of halflife is checked at run time, in tests only. The hook must precede the first import.
 install("halflife")
@@ -57,10 +58,6 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
 
 
 # `torch.manual_seed` formats the stack for each kind of device that is absent, which takes as long as a small test.

@@ -10,6 +10,7 @@ import overview
 import pytest
 import torch
 from helpers import assert_raises, cases
+from pairwise import slow_beyond
 
 from halflife import LanguageModel
 from halflife.lab.experiments import EXPERIMENTS, compare
@@ -74,7 +75,7 @@ def test_parts_that_do_not_exist():
     assert_raises(ValueError, "rwkv7 has no 'frozen': choose from rwkv7:post", options, "frozen", "rwkv7")
 
 
-@pytest.mark.parametrize("base", post_parts.BASES)
+@pytest.mark.parametrize("base", slow_beyond(["mamba2"], post_parts.BASES))
 def test_every_part_of_a_group_can_be_built(base):
     """The end points of a part can be out of reach for a decay, which its layer says when it is built."""
     experiment = EXPERIMENTS["post-taken-apart"]()

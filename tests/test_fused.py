@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from combinations import slow_later
 from helpers import assert_close, generator
+from pairwise import slow_beyond
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -264,8 +264,8 @@ def test_forward_derivatives_of_a_layer_are_those_of_torch():
     assert_close({"tangent": tangent()}, {"tangent": expected}, 4e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", slow_later(PRESETS))
+@pytest.mark.parametrize("dtype", slow_beyond([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("name", slow_beyond(["mamba2", "mamba3", "gated_deltanet", "rwkv7", "llama", "echo"], PRESETS))
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_gradient_checkpointing(name, dtype):
     """The kind that is not reentrant unpacks each saved tensor once; the other follows positional tensors alone."""
@@ -296,7 +296,7 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", slow_later(PRESETS))
+@pytest.mark.parametrize("name", slow_beyond(["mamba2", "mamba3", "gated_deltanet", "rwkv7", "echo"], PRESETS))
 def test_the_backend_of_a_model_governs_all_of_its_ops(name, monkeypatch):
     """In plain torch it runs no operation of ours; with "auto" it runs some, in training and while decoding."""
     monkeypatch.setattr(dispatch, "SMALLEST_PASS", 0)

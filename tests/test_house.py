@@ -46,6 +46,7 @@ LIGHT = {"__init__", *(name for floor in FLOORS[:7] for name in floor)} - {"hf",
 CORE = [p for p in MODULES if part_of(p) in LIGHT and p not in KERNELS]
 
 
+@cache
 def allowed(part):
     if part == "__init__":
         return {"decay", "extensions", "extras", "layers", "models", "ops", "tasks"}

@@ -301,8 +301,7 @@ def test_rings_mark_crossings_that_are_shown():
     assert texts[0] == "KV cache of llama, bfloat16"
 
 
-@pytest.mark.parametrize("models", [1, 4, 30])
-@pytest.mark.parametrize("lengths", [[1], [64], [1, 2**20], [1000, 1001, 1002, 8000], list(range(1, 200))])
+@cases("models, lengths", (1, [1]), (30, [1, 2**20]), (4, [1000, 1001, 1002, 8000]), (30, list(range(1, 200))))
 def test_names_and_ticks_stand_in_the_figure(models, lengths):
     figure = draw(memory(made_up([(2**20, 0)] * models, lengths)))
     figure.draw_without_rendering()

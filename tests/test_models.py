@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from combinations import SIZES, combinations, exists, slow_later
+from combinations import SIZES, combinations, exists
 from helpers import assert_raises, assert_same, cases
+from pairwise import slow_beyond
 
 import halflife
 from halflife import LanguageModel, ModelConfig, preset
@@ -26,7 +27,7 @@ def test_every_base_and_many_modifiers_have_a_meaning():
     assert not any(map(exists, ("llama+post", "mamba2+vector", "hgrn2+post", "retnet+vector", "deltanet+share")))
 
 
-@pytest.mark.parametrize("base", slow_later(PRESETS))
+@pytest.mark.parametrize("base", slow_beyond(["mamba2", "simple", "gated_deltanet", "rwkv7", "llama"], PRESETS))
 def test_a_combination_runs_and_survives_json_or_says_why_it_has_no_meaning(base):
     found, refused = combinations(base)
     for name in refused:
@@ -167,6 +168,7 @@ def test_modifiers_and_presets_are_described():
     assert halflife.__version__
 
 
+@pytest.mark.slow
 def test_the_docs_list_every_pair_that_is_refused():
     text = (Path(__file__).parent.parent / "docs" / "design-space.md").read_text()
     listed = set(re.findall(r"`(\w+\+\w+)`", text.split("and is refused")[1])) - {"gla+post"}

@@ -68,15 +68,19 @@ def check(op, granularity, length, backend, dtype, chunk_size=64, **options):
     assert_close(got, oracle(op, granularity, length, dtype, tuple(options.items())), 4 * worst)
 
 
-@crossed(op=OPS, granularity=GRANULARITIES, form=FORMS, length=[0, 1, 7, 63, 64, 65, 257])
-def test_lengths(op, granularity, form, length):
-    backend, dtype = form
+# Rows with each value once have each form of each op. The values that come first stand in most rows.
+OP_FORMS = [(op, *form) for op in OPS for form in FORMS]
+
+
+@crossed(strength=1, form=OP_FORMS, granularity=GRANULARITIES[::-1], length=[65, 7, 0, 1, 63, 64, 257])
+def test_lengths(form, granularity, length):
+    op, backend, dtype = form
     check(op, granularity, length, backend, dtype, batch=2 if length < 64 else 1)
 
 
-@crossed(op=OPS, granularity=GRANULARITIES, form=FORMS, sizes=[(1, 1), (7, 80), (64, 7), (80, 64)])
-def test_head_sizes(op, granularity, form, sizes):
-    (backend, dtype), (key, value) = form, sizes
+@crossed(strength=1, form=OP_FORMS, granularity=GRANULARITIES[::-1], sizes=[(7, 80), (1, 1), (64, 7), (80, 64)])
+def test_head_sizes(form, granularity, sizes):
+    (op, backend, dtype), (key, value) = form, sizes
     check(op, granularity, 37, backend, dtype, batch=3, key=key, value=value, chunk_size=16)
 
 
@@ -85,9 +89,9 @@ def test_large_heads(op, granularity, form):
     check(op, granularity, 20, *form, key=256, value=256, chunk_size=16)
 
 
-@crossed(op=OPS, granularity=["scalar", "vector"], form=FORMS, decay=[*LOG_DECAYS, "mixed"])
-def test_decays(op, granularity, form, decay):
-    backend, dtype = form
+@crossed(strength=1, form=OP_FORMS, granularity=["vector", "scalar"], decay=["mixed", *LOG_DECAYS])
+def test_decays(form, granularity, decay):
+    op, backend, dtype = form
     check(op, granularity, 70, backend, dtype, decay=decay, chunk_size=32)
 
 
@@ -104,7 +108,7 @@ def test_a_full_reset_has_no_gradient(op, granularity, backend):
 
 @each_op
 @each_granularity
-@pytest.mark.parametrize("chunk_size", [1, 16, 32, 48, 64, 128])
+@pytest.mark.parametrize("chunk_size", [1, 16, 48, 128])
 def test_chunk_size_changes_nothing(op, granularity, chunk_size):
     check(op, granularity, 100, "chunked", torch.float64, chunk_size=chunk_size)
 

@@ -1,10 +1,19 @@
-"""Triton's interpreter, without the work that it repeats at each call of a device function and for each value."""
+"""Other libraries, without work that they repeat at each call."""
 
-from triton.runtime import interpreter
+from functools import cache
 
 
-def quicken():
+def parser():
+    """tyro reads the source of a command's class once, not for each command line."""
+    from tyro._docstrings import _ClassTokenization
+
+    _ClassTokenization.make = staticmethod(cache(_ClassTokenization.make))
+
+
+def interpreter():
     """Prepare `triton.language` once a launch, not at each call inside it too, and look up each type once."""
+    from triton.runtime import interpreter
+
     prepare, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
     find, types = interpreter._get_np_dtype, {}
     prepared = set()  # the modules whose functions have seen it prepared in this launch
