@@ -1,5 +1,6 @@
 """Settings for all tests: shape annotations are checked, torch has one thread, and random numbers are seeded."""
 
+import atexit
 import gc
 import os
 import shutil
@@ -57,6 +58,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()
+    atexit.register(gc.unfreeze)  # not before pytest's own last collections
     gc.enable()
 
 
