@@ -10,6 +10,39 @@ def parser():
     _ClassTokenization.make = staticmethod(cache(_ClassTokenization.make))
 
 
+def shapes():
+    """What Triton's blocks and tensors know of their shapes is computed once for each type."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    make_block, make_tensor, same = core.block_type.__init__, core.tensor.__init__, core.dtype.__eq__
+    spread, blocks, tensors = TritonSemantic.broadcast_impl_value, {}, {}
+
+    def block(self, element_ty, shape):
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    def tensor(self, handle, type):
+        key = type.name if type.is_block() else ""
+        if key not in tensors:
+            make_tensor(self, handle, type)
+            tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensors[key]
+
+    def broadcast(self, left, right):
+        return (left, right) if left.type.name == right.type.name else spread(self, left, right)
+
+    TritonSemantic.broadcast_impl_value = broadcast
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    core.block_type.__eq__ = lambda self, other: isinstance(other, core.block_type) and self.name == other.name
+    core.dtype.__eq__ = lambda self, other: self is other or same(self, other)
+
+
 def interpreter():
     """Prepare `triton.language` once a launch, not at each call inside it too, and look up each type once."""
     from triton.runtime import interpreter
@@ -37,3 +70,4 @@ def interpreter():
     interpreter._patch_lang = once
     interpreter.GridExecutor.__call__ = launch
     interpreter._get_np_dtype = find_once
+    shapes()
