@@ -48,8 +48,11 @@ torch.set_num_threads(1)
 gc.disable()
 
 
-# A file stays with one worker. These take longest and come last by name, so one worker would end alone with them.
-LONGEST = ("test_triton.py", "test_training.py", "test_theory.py", "test_registry.py")
+# A file stays with one worker. Those that take longest come first, so that both workers end at about the same time.
+LONGEST = (
+    "test_docs.py", "test_triton.py", "test_language.py", "test_report.py", "test_package.py", "test_registry.py",
+    "test_page.py", "test_training.py", "test_triton_dplr.py", "test_triton_steps.py", "test_compiled_blocks.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -13,6 +13,7 @@ import torch
 import yaml
 from combinations import SIZES
 from helpers import add_noise, assert_raises, cases
+from pairwise import slow_beyond
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -96,7 +97,7 @@ def letters():
     return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_beyond(["rwkv7", "mamba2+ska"], NAMES))
 def test_loglikelihoods_are_those_of_the_logits(name, monkeypatch):
     """Contexts are shared or not, of one token or many; pieces cross all boundaries; one continuation is empty."""
     monkeypatch.setattr(batched, "PIECE_TOKENS", 20)
@@ -127,7 +128,7 @@ def test_what_is_read_at_once_is_bounded(monkeypatch):
     assert sum(seen) == 99 + 50 + 89 + 1 + 107 + 2 * 2  # every token is read once
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_beyond(["mamba2", "llama"], NAMES))
 def test_generate_writes_what_a_session_does(name, monkeypatch):
     """One batch has prompts of unequal lengths that end at different times."""
     monkeypatch.setattr(batched, "PIECE_TOKENS", 24)
@@ -167,7 +168,7 @@ def prompts(*until):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("max_length", [None, 16])
+@pytest.mark.parametrize("max_length", slow_beyond([16], [None, 16]))
 def test_the_adapter_of_transformers_says_the_same(max_length):
     from lm_eval.models.huggingface import HFLM
 

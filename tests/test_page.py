@@ -36,8 +36,8 @@ def comparison(tmp_path_factory):
     folder = compare.create_comparison(
         MODELS, tasks=("mqar",), seeds=2, output=tmp_path_factory.mktemp("runs") / "one", command="halflife compare",
         settings={
-            "steps": 20, "batch_size": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 128,
-            "train_length": LENGTH, "pairs": (2,), "test_examples": 8, "validation_examples": 8, "validate_every": 10,
+            "steps": 10, "batch_size": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 128,
+            "train_length": LENGTH, "pairs": (2,), "test_examples": 8, "validation_examples": 8, "validate_every": 5,
         },
     )  # fmt: skip
     compare.run_comparison(folder, show=False)

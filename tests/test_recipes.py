@@ -156,7 +156,10 @@ def test_models_of_echo_share_their_layers():
         assert model.mlp == ("koopman_paper" if name == "echo_paper" else "swiglu")
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "echo_paper", "llama", "gated_deltanet+gate_rank"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gated_deltanet+gate_rank", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rwkv7", "echo_paper"))],
+)
 def test_operations_are_those_of_the_whole_model(name):
     """Two layers and three give all five; softmax attention grows with the length."""
     config = preset(name, hidden_size=32, num_layers=5, vocab_size=64)

@@ -84,18 +84,16 @@ def test_echo_is_that_of_its_paper(size, shape):
     assert model.num_parameters() == pytest.approx(ECHO[size], rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("reading", "millions"),
-    [
-        ({}, (50.1, 184.9)),
-        ({"mixer_options": {"state_size": 128}}, (50.8, 187.1)),
-        ({"mlp": "koopman_gated"}, (58.8, 222.7)),
-        ({"tied": False}, (64.4, 209.5)),
-        ({"vocabulary": 50257}, (58.3, 199.0)),
-        ({"vocabulary": 50277}, (58.3, 199.0)),
-        ({"vocabulary": 50257, "tied": False}, (80.8, 237.6)),
-    ],
-    ids=str,
+@pytest.mark.slow
+@cases(
+    "reading, millions",
+    ({}, (50.1, 184.9)),
+    ({"mixer_options": {"state_size": 128}}, (50.8, 187.1)),
+    ({"mlp": "koopman_gated"}, (58.8, 222.7)),
+    ({"tied": False}, (64.4, 209.5)),
+    ({"vocabulary": 50257}, (58.3, 199.0)),
+    ({"vocabulary": 50277}, (58.3, 199.0)),
+    ({"vocabulary": 50257, "tied": False}, (80.8, 237.6)),
 )
 def test_what_other_readings_of_echo_would_have(reading, millions):
     """The counts are those of docs/design-space.md; only the first reading is within 3 % of both names."""
@@ -126,7 +124,9 @@ def mamba2_layer(d, d_state=128):
 
 
 @cases(
-    "size, layers, hidden, heads, published", ("post-180m", 24, 768, 24, 188.9e6), ("post-440m", 48, 1024, 32, 448.2e6)
+    "size, layers, hidden, heads, published",
+    ("post-180m", 24, 768, 24, 188.9e6),
+    pytest.param("post-440m", 48, 1024, 32, 448.2e6, marks=pytest.mark.slow),
 )
 def test_post_is_that_of_its_paper(size, layers, hidden, heads, published):
     """PoST's Table 5 gives every size: "~180M" is 188.9M, 4.9 % more than the name; "~440M" is within 2 %."""
@@ -182,15 +182,13 @@ def test_both_models_of_gate_rank_remember_as_much():
             assert max(state[part].shape[-2:]) <= max(triton.SIZES)
 
 
-@pytest.mark.parametrize(
-    ("reading", "millions"),
-    [
-        ({}, (770.2, 779.3)),
-        ({"vocab_size": 50257, "tie_embeddings": True}, (749.1, 758.2)),
-        ({"tie_embeddings": True}, (721.0, 730.1)),
-        ({"vocab_size": 50257}, (826.3, 835.4)),
-    ],
-    ids=str,
+@pytest.mark.slow
+@cases(
+    "reading, millions",
+    ({}, (770.2, 779.3)),
+    ({"vocab_size": 50257, "tie_embeddings": True}, (749.1, 758.2)),
+    ({"tie_embeddings": True}, (721.0, 730.1)),
+    ({"vocab_size": 50257}, (826.3, 835.4)),
 )
 def test_what_other_readings_of_gate_rank_would_have(reading, millions):
     """The counts are those of docs/design-space.md."""
@@ -198,14 +196,12 @@ def test_what_other_readings_of_gate_rank_would_have(reading, millions):
     assert found == pytest.approx(millions, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("reading", "millions"),
-    [
-        ({"mixer_options": {}}, 651.8),
-        ({"num_heads": 6, "mixer_options": {"value_dim": 512}}, 778.8),
-        ({"num_heads": 24, "mixer_options": {"value_dim": 128}}, 780.3),
-    ],
-    ids=str,
+@pytest.mark.slow
+@cases(
+    "reading, millions",
+    ({"mixer_options": {}}, 651.8),
+    ({"num_heads": 6, "mixer_options": {"value_dim": 512}}, 778.8),
+    ({"num_heads": 24, "mixer_options": {"value_dim": 128}}, 780.3),
 )
 def test_what_other_heads_under_the_delta_rule_would_have(reading, millions):
     found = parameters("gated_deltanet+gate_rank", "gate-rank-760m-delta", **reading) / 1e6

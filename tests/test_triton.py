@@ -157,7 +157,7 @@ def test_lengths(update, mode, length):
     check(update, inputs(update, mode, length))
 
 
-@crossed(update=OP, mode=MODES, form=[(torch.bfloat16, 70), (torch.float16, 64), (torch.float16, 1)])
+@crossed(strength=1, update=OP, mode=MODES, form=[(torch.bfloat16, 70), (torch.float16, 64), (torch.float16, 1)])
 def test_narrow_inputs(update, mode, form):
     """Chunks have 64 tokens here, and 32 in float32."""
     dtype, length = form
@@ -194,7 +194,7 @@ def test_chunk_sizes(update, chunk_size):
 
 @pytest.mark.parametrize("update", ["delta", pytest.param("linear", marks=pytest.mark.slow)])
 def test_many_heads_and_sequences(update):
-    check(update, inputs(update, "gate_rank", 20, batch=2, heads=3), chunk_size=16)
+    check(update, inputs(update, "gate_rank", 18, batch=2, heads=2), chunk_size=16)
 
 
 @crossed(strength=1, update=OP, mode=["scalar", "gate_rank"], shared=[(1, 1), (1, 2)])
