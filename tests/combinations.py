@@ -35,3 +35,8 @@ def combinations(base):
     pairs = ("post+rope", "vector+share", "scalar+post")
     names = [base, *(f"{base}+{modifier}" for modifier in (*MODIFIERS, *pairs))]
     return list(filter(exists, names)), [name for name in names if not exists(name)]
+
+
+def every_part():
+    """Every preset, and every modifier on the first preset that takes it; so a new one is tested without a word."""
+    return [*PRESETS, *(next(n for base in PRESETS if exists(n := f"{base}+{modifier}")) for modifier in MODIFIERS)]

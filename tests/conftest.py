@@ -74,6 +74,15 @@ def _seed():
     seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _short():
+    """Runs write short samples at their ends, and measure the rate of the machine with a small product."""
+    from halflife.runs import samples
+    from halflife.training import speed
+
+    samples.SAMPLE_TOKENS, speed.GEMM_SECONDS = 20, 1e-6
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """The folder of an uninterrupted run."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from combinations import SIZES, exists
+from combinations import SIZES, every_part
 from helpers import add_noise, assert_raises, generator
 from pairwise import crossed
 
@@ -18,20 +18,11 @@ from halflife.export import int8
 from halflife.export.graphs import export, fixed_caches, flat, growing, initial_state, names, needs_loop
 from halflife.export.onnx import write_graph
 from halflife.layers import LAYERS
-from halflife.models import MODIFIERS, PRESETS, checkpoint
+from halflife.models import checkpoint
 from halflife.models.tensor_file import read_tensors
 from halflife.ops import koopman_attention
 from halflife.ops.koopman.call import NORMALIZATIONS, OPERATORS
 from halflife.ops.koopman.solve import eliminate
-
-
-def every_part():
-    """Every preset, and every modifier on the first preset that takes it; so a new one is tested without a word."""
-    names = [*PRESETS]
-    for modifier in MODIFIERS:
-        names.append(next(name for base in PRESETS if exists(name := f"{base}+{modifier}")))
-    return names
-
 
 NAMES = every_part()
 

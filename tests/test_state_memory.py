@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import generator
 from pairwise import slow_beyond
-from test_registry import CONFIGURATIONS, STREAMED, build, tokens
+from test_registry import KINDS, NAMES, build, tokens
 
 from halflife import Session
 from halflife.data.tokenizers import load_tokenizer
@@ -14,7 +14,7 @@ from halflife.serve.engine import Engine
 from halflife.serve.jobs import Done, Failed, Job, Settings
 
 LENGTH = 80
-each_state = pytest.mark.parametrize("name", slow_beyond(STREAMED, CONFIGURATIONS))
+each_state = pytest.mark.parametrize("name", slow_beyond(KINDS, NAMES))
 LAYOUTS = {
     "rows": {},
     "packed": {"cu_seqlens": torch.tensor([0, 30, 30, 31, LENGTH])},

@@ -17,14 +17,13 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from helpers import add_noise
-from test_registry import CONFIGURATIONS, VOCABULARY
+from test_registry import NAMES, VOCABULARY, build
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from halflife import LanguageModel
 from halflife.hf import HalflifeForCausalLM
 from halflife.training import sharding
 
@@ -159,7 +158,7 @@ def distance(found, expected):
 
 def compare(how, dtype, name):
     torch.manual_seed(0)
-    alone = add_noise(HalflifeForCausalLM.of(LanguageModel(CONFIGURATIONS[name])), 0.01).to(dtype)
+    alone = add_noise(HalflifeForCausalLM.of(build(name)), 0.01).to(dtype)
     sharded = copy.deepcopy(alone)
     ids = torch.randint(VOCABULARY, (STEPS, WORLD * ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     if how.startswith("trainer"):
@@ -177,7 +176,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if not sys.argv[1].startswith("trainer"):
         dist.init_process_group("gloo")
-    for each in sys.argv[3:] or CONFIGURATIONS:
+    for each in sys.argv[3:] or NAMES:
         try:
             found = compare(sys.argv[1], getattr(torch, sys.argv[2]), each)
         except Exception as error:

@@ -5,20 +5,18 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from combinations import SIZES, combinations
+from combinations import SIZES, every_part
 from helpers import assert_close
 from torch import nn
 
 from halflife.evaluation import language
 from halflife.hf import HalflifeConfig, HalflifeForCausalLM
-from halflife.models import MODIFIERS, PRESETS
 from halflife.training.fit import Objective
 
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-VALID = set(combinations()[0])
-NAMES = [*PRESETS, *(next(n for base in PRESETS if (n := f"{base}+{m}") in VALID) for m in MODIFIERS), "ska phi"]
+NAMES = [*every_part(), "ska phi"]
 PHI = {"mixer": "ska", "options": {"lift": "cg_projected"}}
 
 EXACT = 3e-12  # in float64; four times the error of Koopman attention, the others are below 1e-13

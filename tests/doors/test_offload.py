@@ -5,17 +5,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from combinations import SIZES, combinations
+from combinations import SIZES, every_part
 from helpers import assert_same
 from pairwise import slow_beyond
 from transformers import AutoModelForCausalLM
 
 from halflife import LanguageModel, preset
 from halflife.hf import HalflifeConfig, HalflifeForCausalLM
-from halflife.models import MODIFIERS, PRESETS
+from halflife.models import PRESETS
 
 UNTIED = {**SIZES, "tie_embeddings": False}
-VALID = combinations()[0]
 # Options that no preset has, and that read parameters in other ways.
 OPTIONS = {
     "mamba2+post stretch_gain": ("mamba2+post", {"stretch_gain": True}),
@@ -30,9 +29,9 @@ HYBRIDS = {
     "ska cg_projected": {"lift": "cg_projected", "mix": "powers", "conv_size": 3},
     "ska decay": {"decay": "mamba2", "beta": True, "post": {"train_length": 16}},
 }
-# One base with each modifier.
-MODIFIED = [next(n for base in PRESETS if (n := f"{base}+{modifier}") in VALID) for modifier in MODIFIERS]
-FEW = [*PRESETS, *MODIFIED]
+FEW = ["mamba2", "mamba3", "gla", "hgrn2", "gated_deltanet", "rwkv7", "llama", "fox", "echo", "mamba2+gate_rank"]
+FEW += ["mamba2+log_linear", "simple+tpe", "simple+lrpe", "retnet+post_norm", *OPTIONS]
+ALL = [*every_part(), *OPTIONS, *HYBRIDS]
 
 
 def config(name):
@@ -96,7 +95,7 @@ def resident(name, length):
         return model, ids, everything(model, ids)
 
 
-every_model = pytest.mark.parametrize("name", [*slow_beyond(FEW, VALID), *OPTIONS, *HYBRIDS])
+every_model = pytest.mark.parametrize("name", slow_beyond(FEW, ALL))
 
 
 @every_model
@@ -131,7 +130,7 @@ def test_models_offloaded_to_memory_equal_resident_ones(name):
 
 @pytest.mark.filterwarnings("ignore")  # accelerate says where the weights are
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", slow_beyond(["gla", "rwkv7", "mamba2+post"], VALID))
+@pytest.mark.parametrize("name", slow_beyond(["rwkv7", "mamba2+post"], every_part()))
 def test_models_offloaded_to_disk_equal_resident_ones(name, tied, tmp_path):
     """By `disk_offload`, and by `from_pretrained` with a map that sends all parts, or every second one, to disk."""
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from combinations import combinations
+from combinations import every_part
 from helpers import add_noise, assert_close
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -13,14 +13,12 @@ from transformers import AutoModelForCausalLM
 from halflife import LanguageModel, preset
 from halflife.hf import HalflifeConfig, HalflifeForCausalLM
 from halflife.hf.quantization import KEPT
-from halflife.models import MODIFIERS, PRESETS
 from halflife.ops.linear import fast_linears
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SIZES = {"hidden_size": 128, "num_layers": 2, "vocab_size": 64, "train_length": 16}
-VALID = set(combinations()[0])
-NAMES = [*PRESETS, *(next(n for base in PRESETS if (n := f"{base}+{m}") in VALID) for m in MODIFIERS)]
+NAMES = every_part()
 
 
 def drawn(model):
