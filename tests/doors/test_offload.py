@@ -30,7 +30,7 @@ HYBRIDS = {
     "ska decay": {"decay": "mamba2", "beta": True, "post": {"train_length": 16}},
 }
 FEW = ["mamba2", "mamba3", "gla", "hgrn2", "gated_deltanet", "rwkv7", "llama", "fox", "echo", "mamba2+gate_rank"]
-FEW += ["mamba2+log_linear", "simple+tpe", "simple+lrpe", "retnet+post_norm", *OPTIONS]
+FEW += ["mamba2+log_linear", "mamba2+tpe", "gla+lrpe", "mamba2+post_norm", *OPTIONS]
 ALL = [*every_part(), *OPTIONS, *HYBRIDS]
 
 
