@@ -15,7 +15,6 @@ import yaml
 from helpers import cases
 
 import halflife
-from halflife import ops
 from halflife.cli import COMMANDS, WELCOME, command_class, main, parse, read_command
 from halflife.cli.groups import options_of
 from halflife.cli.options import take_overrides
@@ -143,9 +142,7 @@ def test_list_names_everything(capsys):
     assert all(name in out for registry in (PRESETS, MODIFIERS, DECAYS, TASKS, BUNDLES, VARIANTS) for name in registry)
 
 
-def test_info_checks_this_machine(capsys, monkeypatch):
-    check = ops.selfcheck
-    monkeypatch.setattr(ops, "selfcheck", lambda device, length: check(device, length=3))
+def test_info_checks_this_machine(capsys, quick_check):
     main(["info", "--details"])
     first, _, details = capsys.readouterr().out.partition("backends on cpu")
     assert len(first.splitlines()) <= 24

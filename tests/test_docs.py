@@ -150,7 +150,7 @@ BASH = [page for page in PAGES if "```bash" in page.read_text()]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, quick_check):
     """The folder in which a page runs. It holds the documents, as a checkout does. The registries are restored."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=lambda _, names: [n for n in names if n.endswith(".png")])
     for file in ("README.md", "CONTRIBUTING.md"):

@@ -205,7 +205,7 @@ def test_the_core_runs_without_extras_and_the_command_line_without_the_other_ext
     packages, programs = next(tmp_path.glob("bare/lib/python*/site-packages")), tmp_path / "bare" / "bin"
     link(chosen(requirements), packages)
     pip = (sys.executable, "-m", "pip", "--python", programs / "python")
-    done = run(*pip, "install", "--quiet", "--no-index", archives[1])
+    done = run(*pip, "install", "--quiet", "--no-index", "--no-compile", archives[1])
     assert done.returncode == 0, done.stderr
     done = run(programs / "python", "-W", "error", "-c", BARE, cwd=tmp_path)
     assert done.stdout.splitlines() == ["halflife.hf needs transformers: pip install 'halflife-lm[train]'"]
