@@ -2,22 +2,10 @@
 
 from functools import cache
 
-from pairwise import slow_beyond
-
 from halflife import preset
 from halflife.models import MODIFIERS, PRESETS
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
-
-# Presets of architectures that came after the papers. Tests of whole models that take long are slow for them, because
-# `test_layers.py` tests their layers.
-LATER = ("mamba3_mimo", "longhorn", "longhorn_paper", "kda", "gdn2", "comba", "deltaproduct", "mesa", "fox")
-EARLIER = tuple(name for name in PRESETS if name not in LATER)
-
-
-def slow_later(names):
-    """Parametrise a test by names of presets. Those of `LATER` are marked slow."""
-    return slow_beyond([name for name in names if name.split("+")[0] not in LATER], names)
 
 
 @cache

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from combinations import SIZES, slow_later
+from combinations import SIZES
 from helpers import add_noise, assert_close, assert_raises, assert_same
 from pairwise import slow_beyond
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -22,6 +22,8 @@ from halflife.precision import Float32Module
 
 NAMES = [*PRESETS, "mamba2+gate_rank", "mamba2+ska"]
 FEW = ["mamba2", "rwkv7", "mamba2+ska"]
+# Models of each kind. What differs within a layer is tested in test_layers.py.
+KINDS = [*FEW, "mamba3", "gla", "gated_deltanet", "llama", "echo", "mamba2+gate_rank"]
 TINY = {**SIZES, "hidden_size": 16, "num_heads": 2}
 TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.0e-13
 
@@ -65,7 +67,7 @@ def test_config_errors():
     assert_raises(TypeError, r"got 'mamba2'\. HalflifeConfig\.from_preset takes names", HalflifeConfig, model="mamba2")
 
 
-@pytest.mark.parametrize("name", slow_later(NAMES))
+@pytest.mark.parametrize("name", slow_beyond(KINDS, NAMES))
 def test_forward_is_the_models_own_and_streams(name):
     model, ids = build(name), tokens(2, 11)
     expected, _ = model.to_halflife()(ids)
@@ -87,7 +89,7 @@ def test_forward_is_the_models_own_and_streams(name):
     assert model(ids, use_cache=False).past_key_values is None
 
 
-@pytest.mark.parametrize("name", slow_later(NAMES))
+@pytest.mark.parametrize("name", slow_beyond(KINDS, NAMES))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(name, side):
     model, short, long = build(name), tokens(1, 5), tokens(1, 9)

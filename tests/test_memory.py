@@ -11,6 +11,7 @@ import pytest
 import torch
 from combinations import SIZES, combinations
 from helpers import assert_raises, cases
+from pairwise import slow_beyond
 
 from halflife import LanguageModel, preset
 from halflife.cli import main
@@ -63,7 +64,11 @@ def check_foretold(name):
             assert size.at(length) == real_bytes(model_config, length, dtype), name
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "mamba2+ska", "llama+ska", "gla+attention", "mamba2+gate_rank"])
+HYBRIDS = ["mamba2+ska", "llama+ska", "gla+attention", "mamba2+gate_rank"]
+FEW = ["mamba2", "mamba3_mimo", "gla", "retnet", "gated_deltanet", "comba", "mesa", "rwkv7", "llama", "fox", "echo"]
+
+
+@pytest.mark.parametrize("name", slow_beyond([*FEW, *HYBRIDS], [*PRESETS, *HYBRIDS]))
 def test_every_model_has_the_state_that_was_foretold(name):
     check_foretold(name)
 
