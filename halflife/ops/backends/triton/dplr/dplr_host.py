@@ -162,18 +162,16 @@ def _scores(x: Operands, do: Tensor, solved: Tensor, adjoint: Tensor) -> Tensor:
     return dscores
 
 
-def _inputs(
-    x: Operands, back: bool, values: Tensor, corrected: Tensor | None, dscores: Tensor, states: Tensor,
-    others: Tensor | None, *grads: Tensor | None,
-) -> None:  # fmt: skip
-    """The gradients of q and a and a part of that of g, or those of k, b and g (`back`)."""
+def _inputs(x: Operands, *given: Tensor | None) -> None:
+    """Write the gradients of q, k, a, b and g, the last five of the kernel's tensors."""
     batch, length, heads, value = x.v.shape
     if x.chunks * heads:
         (table, *places, _), key = x.places(), x.q.shape[3]
+        values = given[2]
+        assert values is not None
         launch(inputs_kernel, (x.chunks, heads * triton.cdiv(key, ROWS)))(
-            x.q, x.k, x.a, x.b, x.g, values, corrected, dscores, states, others, *grads, table, x.scale, *places,
-            batch * length, heads, *x.shared(), *values.stride()[1:3], **x.constants(), V=value, BACK=back,
-            BK=ROWS, BV=block(value), num_warps=2,
+            x.q, x.k, x.a, x.b, x.g, *given, table, x.scale, *places, batch * length, heads, *x.shared(),
+            *values.stride()[1:3], **x.constants(), V=value, BK=ROWS, BV=block(value), num_warps=2,
         )  # fmt: skip
 
 
@@ -238,17 +236,15 @@ def gradients(
     _walk(x, chunks, do, after, back=True, out=dv, leaving=before, solved=adjoint, states=dstates)
     dq, dk, da = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(x.a)
     db = None if x.b is None else torch.empty_like(x.b)
-    dg = partial = None
+    dg = None
     if x.g is not None:  # of a scalar log-decay each block of channels has its part
         shape = (triton.cdiv(q.shape[3], ROWS), *x.g.shape) if x.g.ndim == 3 else x.g.shape
-        partial = x.g.new_empty(shape, dtype=torch.float32)
-        dg = None if x.g.ndim == 3 else torch.empty_like(x.g)
+        dg = x.g.new_empty(shape, dtype=torch.float32 if x.g.ndim == 3 else x.g.dtype)
     dscores = _scores(x, do, solved, adjoint)
-    _inputs(x, False, do, adjoint, dscores, states, None, dq, da, partial, None)
-    both = (solved, None) if x.b is None else (x.v, solved)
-    _inputs(x, True, *both, dscores, dstates, states, dk, db, partial, dg)
-    if x.g is not None and dg is None and partial is not None:
-        dg = partial.sum(0).to(x.g.dtype)
+    of_values = (solved, None) if x.b is None else (x.v, solved)
+    _inputs(x, do, adjoint, *of_values, dscores, states, dstates, dq, dk, da, db, dg)
+    if x.g is not None and dg is not None and x.g.ndim == 3:
+        dg = dg.sum(0).to(x.g.dtype)
     return dq, dk, dv, da, db, dg, dinitial
 
 

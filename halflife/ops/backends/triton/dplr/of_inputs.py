@@ -84,27 +84,23 @@ def scores_kernel(
 
 @triton.jit
 @no_type_check
-def _scores(at, which, chosen, cc, C: tl.constexpr, DTYPE: tl.constexpr, BACK: tl.constexpr):
-    """Load the chosen ones of the gradients of a kind of scores, or of their transpose (BACK)."""
-    found = tl.where(chosen, tl.load(at + which * C * C + cc[:, None] * C + cc[None, :]), 0.0)
-    if BACK:
-        found = tl.trans(found)
-    return factor(found, DTYPE)
+def _scores(at, which, chosen, cc, C: tl.constexpr):
+    """Load the chosen ones of the gradients of a kind of scores."""
+    return tl.where(chosen, tl.load(at + which * C * C + cc[:, None] * C + cc[None, :]), 0.0)
 
 
 @triton.jit
 @no_type_check
 def inputs_kernel(
-    q, k, a, b, g, values, corrected, dscores, states, others, dx, dz, partial, dg, table, scale, T, LENGTH,
+    q, k, a, b, g, do, adjoint, values, solved, dscores, states, dstates, dq, dk, da, db, dg, table, scale, T, LENGTH,
     PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr,
     KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, LEVELS: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q and a (`dx`, `dz`) of one chunk, head and block of channels, from S, dO and R.
+    """The gradients of q, k, a, b and g of one chunk, head and block of channels, from S, G, dO, R, V and U.
 
-    They go with what q and a add to the gradient of g (`partial`). BACK: those of k and b, from G (`states`), V and U,
-    and that of g (`dg`), which also needs S (`others`). No b is k: BACK gives the gradient of both (`dx`) from Y.
+    No b is k: `values` is Y, and the gradient of k that of both. That of a scalar decay is a part for each block.
     """
     KINDS: tl.constexpr = 2 if b is None else 4
     READ: tl.constexpr = KINDS // 2  # the first kind of scores of a
@@ -122,44 +118,29 @@ def inputs_kernel(
     jj = cc[None, :]
     inside = cc < size
     row = (token * H + h) * K
+    column = (token * H + h) * V
     here = slot * H + h
+    q += token * QT + (h // SQ) * QH
+    k += token * KT + (h // SK) * KH
+    values += token * VT + h * VH
     dscores += here * (KINDS * C * C)
+    states += here * (K * V)
+    dstates += here * (K * V)
     kk = part * BK + tl.arange(0, BK)
     gs = load_log_decays(g, token, h, cc, kk, inside, H, K, C, BK, MODE, PRECISION == "ieee")
-    dxs = tl.zeros([C, BK], tl.float32)
-    dzs = tl.zeros([C, BK], tl.float32)
-    passed = tl.zeros([BK], tl.float32)
-    for start in tl.static_range(0, V, BV):
-        vv = start + tl.arange(0, BV)
-        state = load(states + here * (K * V), vv, kk, vv < V, K, K, WHOLE)
-        dxs = product(load(values + token * VT + h * VH, cc, vv, inside, VT, V, ALL), state, dxs, PRECISION)
-        if corrected is not None:
-            dzs = product(load(corrected + (token * H + h) * V, cc, vv, inside, H * V, V, ALL), state, dzs, PRECISION)
-    qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, WHOLE)
-    ks = load(k + token * KT + (h // SK) * KH, cc, kk, inside, KT, K, WHOLE)
+    qs = load(q, cc, kk, inside, QT, K, WHOLE)
+    ks = load(k, cc, kk, inside, KT, K, WHOLE)
     gave = load(a + row, cc, kk, inside, H * K, K, WHOLE)
     if b is not None:
         wrote = load(b + row, cc, kk, inside, H * K, K, WHOLE)
-    last = tl.exp(gs.to(tl.float32))
-    if BACK:
-        weights = tl.exp(add_up(jj > ii, gs, PRECISION))
-        dxs *= weights
-        left_over = dxs * ks.to(tl.float32)
-        if b is not None:
-            dzs *= weights
-            left_over += dzs * wrote.to(tl.float32)
-        change = add_up(jj < ii, left_over, PRECISION)
-        later = tl.zeros([C, BK], tl.float32)
-        sooner = later
-    else:
-        weights = tl.exp(add_up(jj < ii, gs, PRECISION))
-        dxs *= weights * last * scale
-        dzs *= weights
-        change = tl.zeros([C, BK], tl.float32)
-        later = dxs * qs.to(tl.float32)
-        sooner = dzs * gave.to(tl.float32)
+    none = tl.zeros([C, BK], tl.float32)
+    dqs = none
+    das = none
+    dks = none
+    dbs = none
     mild, passes, limit = passes_of(add_up(jj <= ii, gs, PRECISION), LEVELS, PRECISION)
     for step in tl.range(0, passes):
+        tl.debug_barrier()  # without it scores of all kinds are loaded before the loop, and hold registers
         level = LEVELS - step
         side = direction(cc, level, C)[:, None]
         weights = tl.exp(tl.minimum(side * add_up(between(ii, jj, level, C, 0), gs, PRECISION), 0.0))
@@ -167,80 +148,89 @@ def inputs_kernel(
         left = tl.exp(tl.minimum(left, tl.where(step == 0, limit, 0.0)))
         chosen = of_pass(ii, jj, mild[:, None], level, LEVELS)
         apart = chosen & (ii != jj + 1)
-        none = tl.zeros([C, BK], tl.float32)
-        if BACK:
-            asked = factor(qs.to(tl.float32) * (last * weights), DTYPE)
-            read = factor(gave.to(tl.float32) * weights, DTYPE)
-            found = product(_scores(dscores, 0, chosen, cc, C, DTYPE, True), asked, none, PRECISION)
-            found = product(_scores(dscores, READ, apart, cc, C, DTYPE, True), read, found, PRECISION) * left
-            dxs += found
-            later -= found * ks.to(tl.float32)
-            if b is not None:
-                found = product(_scores(dscores, 1, chosen, cc, C, DTYPE, True), asked, none, PRECISION)
-                found = product(_scores(dscores, 3, apart, cc, C, DTYPE, True), read, found, PRECISION) * left
-                dzs += found
-                later -= found * wrote.to(tl.float32)
-        else:
-            keys = factor(ks.to(tl.float32) * left, DTYPE)
-            found = product(_scores(dscores, 0, chosen, cc, C, DTYPE, False), keys, none, PRECISION)
-            if b is not None:
-                written = factor(wrote.to(tl.float32) * left, DTYPE)
-                found = product(_scores(dscores, 1, chosen, cc, C, DTYPE, False), written, found, PRECISION)
-            found *= weights * last
-            dxs += found
-            later += found * qs.to(tl.float32)
-            found = product(_scores(dscores, READ, apart, cc, C, DTYPE, False), keys, none, PRECISION)
-            if b is not None:
-                found = product(_scores(dscores, 3, apart, cc, C, DTYPE, False), written, found, PRECISION)
-            found *= weights
-            dzs += found
-            sooner += found * gave.to(tl.float32)
+        asking = weights * tl.exp(gs.to(tl.float32))
+        keys = factor(ks.to(tl.float32) * left, DTYPE)
+        asked = factor(qs.to(tl.float32) * asking, DTYPE)
+        read = factor(gave.to(tl.float32) * weights, DTYPE)
+        of_qk = _scores(dscores, 0, chosen, cc, C)
+        of_ak = _scores(dscores, READ, apart, cc, C)
+        to_q = product(factor(of_qk, DTYPE), keys, none, PRECISION)
+        to_a = product(factor(of_ak, DTYPE), keys, none, PRECISION)
+        to_k = product(factor(tl.trans(of_qk), DTYPE), asked, none, PRECISION)
+        dks += product(factor(tl.trans(of_ak), DTYPE), read, to_k, PRECISION) * left
+        if b is not None:
+            written = factor(wrote.to(tl.float32) * left, DTYPE)
+            of_qb = _scores(dscores, 1, chosen, cc, C)
+            of_ab = _scores(dscores, 3, apart, cc, C)
+            to_q = product(factor(of_qb, DTYPE), written, to_q, PRECISION)
+            to_a = product(factor(of_ab, DTYPE), written, to_a, PRECISION)
+            to_b = product(factor(tl.trans(of_qb), DTYPE), asked, none, PRECISION)
+            dbs += product(factor(tl.trans(of_ab), DTYPE), read, to_b, PRECISION) * left
+        dqs += to_q * asking
+        das += to_a * weights
+    # What a log-decay weighs: `later` is of tokens from its own on, `sooner` of those after it.
+    later = -dks * ks.to(tl.float32)
+    if b is not None:
+        later -= dbs * wrote.to(tl.float32)
+    read = none
+    asked = none
+    for start in tl.static_range(0, V, BV):
+        vv = start + tl.arange(0, BV)
+        state = load(states, vv, kk, vv < V, K, K, WHOLE)
+        asked = product(load(do + column, cc, vv, inside, H * V, V, ALL), state, asked, PRECISION)
+        read = product(load(adjoint + column, cc, vv, inside, H * V, V, ALL), state, read, PRECISION)
+    weights = tl.exp(add_up(jj < ii, gs, PRECISION))
+    dqs += asked * (weights * tl.exp(gs.to(tl.float32)) * scale)
+    das += read * weights
+    later += dqs * qs.to(tl.float32)
+    change = add_up(jj > ii, das * gave.to(tl.float32), PRECISION)
     # Pairs that no log-decay weighs: of a query with its own token, and of a with the token before.
     own = tl.load(dscores + cc * (C + 1)).to(tl.float32)[:, None]
+    near = (cc > 0) & inside
+    met = tl.load(dscores + READ * C * C + cc * (C + 1) - 1, mask=near, other=0.0).to(tl.float32)[:, None]
+    dqs += own * ks.to(tl.float32)
+    das += met * load(k - KT, cc, kk, near, KT, K, WHOLE).to(tl.float32)
     if b is not None:
         own_b = tl.load(dscores + C * C + cc * (C + 1)).to(tl.float32)[:, None]
-    if BACK:
-        near = cc + 1 < size
-        next_k = tl.load(dscores + READ * C * C + cc * (C + 1) + C, mask=near, other=0.0).to(tl.float32)[:, None]
-        after = load(a + row + H * K, cc, kk, near, H * K, K, WHOLE).to(tl.float32)
-        dxs += own * qs.to(tl.float32) + next_k * after
+        met = tl.load(dscores + 3 * C * C + cc * (C + 1) - 1, mask=near, other=0.0).to(tl.float32)[:, None]
+        dqs += own_b * wrote.to(tl.float32)
+        das += met * load(b + row - H * K, cc, kk, near, H * K, K, WHOLE).to(tl.float32)
+    store(dq + row, dqs, cc, kk, inside, H * K, K, WHOLE)
+    store(da + row, das, cc, kk, inside, H * K, K, WHOLE)
+    change += add_up(jj >= ii, later, PRECISION)
+    to_k = none
+    to_b = none
+    passed = tl.zeros([BK], tl.float32)
+    for start in tl.static_range(0, V, BV):
+        vv = start + tl.arange(0, BV)
+        state = load(dstates, vv, kk, vv < V, K, K, WHOLE)
+        to_k = product(load(values, cc, vv, inside, VT, V, ALL), state, to_k, PRECISION)
         if b is not None:
-            next_b = tl.load(dscores + 3 * C * C + cc * (C + 1) + C, mask=near, other=0.0).to(tl.float32)[:, None]
-            dzs += own_b * qs.to(tl.float32) + next_b * after
-    else:
-        near = (cc > 0) & inside
-        last_k = tl.load(dscores + READ * C * C + cc * (C + 1) - 1, mask=near, other=0.0).to(tl.float32)[:, None]
-        before = load(k + (token - 1) * KT + (h // SK) * KH, cc, kk, near, KT, K, WHOLE).to(tl.float32)
-        dxs += own * ks.to(tl.float32)
-        dzs += last_k * before
-        if b is not None:
-            last_b = tl.load(dscores + 3 * C * C + cc * (C + 1) - 1, mask=near, other=0.0).to(tl.float32)[:, None]
-            dxs += own_b * wrote.to(tl.float32)
-            dzs += last_b * load(b + row - H * K, cc, kk, near, H * K, K, WHOLE).to(tl.float32)
-    store(dx + row, dxs, cc, kk, inside, H * K, K, WHOLE)
-    if dz is not None:
-        store(dz + row, dzs, cc, kk, inside, H * K, K, WHOLE)
+            to_b = product(load(solved + column, cc, vv, inside, H * V, V, ALL), state, to_b, PRECISION)
+        if MODE != 0:
+            other = load(states, vv, kk, vv < V, K, K, WHOLE).to(tl.float32)
+            passed += tl.sum(state.to(tl.float32) * other, 0)
+    weights = tl.exp(add_up(jj > ii, gs, PRECISION))
+    to_k *= weights
+    left_over = to_k * ks.to(tl.float32)
+    near = cc + 1 < size
+    after = load(a + row + H * K, cc, kk, near, H * K, K, WHOLE).to(tl.float32)
+    met = tl.load(dscores + READ * C * C + cc * (C + 1) + C, mask=near, other=0.0).to(tl.float32)[:, None]
+    dks += to_k + own * qs.to(tl.float32) + met * after
+    store(dk + row, dks, cc, kk, inside, H * K, K, WHOLE)
+    if b is not None:
+        to_b *= weights
+        left_over += to_b * wrote.to(tl.float32)
+        met = tl.load(dscores + 3 * C * C + cc * (C + 1) + C, mask=near, other=0.0).to(tl.float32)[:, None]
+        dbs += to_b + own_b * qs.to(tl.float32) + met * after
+        store(db + row, dbs, cc, kk, inside, H * K, K, WHOLE)
     if MODE != 0:
-        change += add_up(jj >= ii, later, PRECISION)
-        if BACK:
-            for start in tl.static_range(0, V, BV):
-                vv = start + tl.arange(0, BV)
-                state = load(states + here * (K * V), vv, kk, vv < V, K, K, WHOLE).to(tl.float32)
-                other = load(others + here * (K * V), vv, kk, vv < V, K, K, WHOLE).to(tl.float32)
-                passed += tl.sum(state * other, 0)
-            change += (tl.exp(tl.sum(gs.to(tl.float32), 0)) * passed)[None, :]
-        else:
-            change += add_up(jj > ii, sooner, PRECISION)
+        change += add_up(jj < ii, left_over, PRECISION)
+        change += (tl.exp(tl.sum(gs.to(tl.float32), 0)) * passed)[None, :]
         if MODE == 1:
-            rows = partial + part * H * TOKENS + (token + cc) * H + h
-            total = tl.sum(change, 1)
-            if BACK:
-                given = tl.load(g + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
-                total = tl.where(given < FLOOR, 0.0, total + tl.load(rows, mask=inside, other=0.0))
-            tl.store(rows, total, mask=inside)
-        elif BACK:
-            given = load(g + row, cc, kk, inside, H * K, K, WHOLE).to(tl.float32)
-            change += load(partial + row, cc, kk, inside, H * K, K, WHOLE)
-            store(dg + row, tl.where(given < FLOOR, 0.0, change), cc, kk, inside, H * K, K, WHOLE)
+            given = tl.load(g + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
+            total = tl.where(given < FLOOR, 0.0, tl.sum(change, 1))
+            tl.store(dg + part * H * TOKENS + (token + cc) * H + h, total, mask=inside)
         else:
-            store(partial + row, change, cc, kk, inside, H * K, K, WHOLE)
+            given = load(g + row, cc, kk, inside, H * K, K, WHOLE).to(tl.float32)
+            store(dg + row, tl.where(given < FLOOR, 0.0, change), cc, kk, inside, H * K, K, WHOLE)
