@@ -84,9 +84,9 @@ def scores_kernel(
 
 @triton.jit
 @no_type_check
-def _scores(at, which, chosen, cc, C: tl.constexpr):
+def _scores(at, which, chosen, cc, C: tl.constexpr, DTYPE: tl.constexpr):
     """Load the chosen ones of the gradients of a kind of scores."""
-    return tl.where(chosen, tl.load(at + which * C * C + cc[:, None] * C + cc[None, :]), 0.0)
+    return factor(tl.where(chosen, tl.load(at + which * C * C + cc[:, None] * C + cc[None, :]), 0.0), DTYPE)
 
 
 @triton.jit
@@ -151,21 +151,21 @@ def inputs_kernel(
         asking = weights * tl.exp(gs.to(tl.float32))
         keys = factor(ks.to(tl.float32) * left, DTYPE)
         asked = factor(qs.to(tl.float32) * asking, DTYPE)
+        found = _scores(dscores, 0, chosen, cc, C, DTYPE)
+        to_q = product(found, keys, none, PRECISION)
+        to_k = product(tl.trans(found), asked, none, PRECISION)
         read = factor(gave.to(tl.float32) * weights, DTYPE)
-        of_qk = _scores(dscores, 0, chosen, cc, C)
-        of_ak = _scores(dscores, READ, apart, cc, C)
-        to_q = product(factor(of_qk, DTYPE), keys, none, PRECISION)
-        to_a = product(factor(of_ak, DTYPE), keys, none, PRECISION)
-        to_k = product(factor(tl.trans(of_qk), DTYPE), asked, none, PRECISION)
-        dks += product(factor(tl.trans(of_ak), DTYPE), read, to_k, PRECISION) * left
+        found = _scores(dscores, READ, apart, cc, C, DTYPE)
+        to_a = product(found, keys, none, PRECISION)
+        dks += product(tl.trans(found), read, to_k, PRECISION) * left
         if b is not None:
-            written = factor(wrote.to(tl.float32) * left, DTYPE)
-            of_qb = _scores(dscores, 1, chosen, cc, C)
-            of_ab = _scores(dscores, 3, apart, cc, C)
-            to_q = product(factor(of_qb, DTYPE), written, to_q, PRECISION)
-            to_a = product(factor(of_ab, DTYPE), written, to_a, PRECISION)
-            to_b = product(factor(tl.trans(of_qb), DTYPE), asked, none, PRECISION)
-            dbs += product(factor(tl.trans(of_ab), DTYPE), read, to_b, PRECISION) * left
+            keys = factor(wrote.to(tl.float32) * left, DTYPE)
+            found = _scores(dscores, 1, chosen, cc, C, DTYPE)
+            to_q = product(found, keys, to_q, PRECISION)
+            to_b = product(tl.trans(found), asked, none, PRECISION)
+            found = _scores(dscores, 3, apart, cc, C, DTYPE)
+            to_a = product(found, keys, to_a, PRECISION)
+            dbs += product(tl.trans(found), read, to_b, PRECISION) * left
         dqs += to_q * asking
         das += to_a * weights
     # What a log-decay weighs: `later` is of tokens from its own on, `sooner` of those after it.
@@ -184,6 +184,7 @@ def inputs_kernel(
     das += read * weights
     later += dqs * qs.to(tl.float32)
     change = add_up(jj > ii, das * gave.to(tl.float32), PRECISION)
+    change += add_up(jj >= ii, later, PRECISION)
     # Pairs that no log-decay weighs: of a query with its own token, and of a with the token before.
     own = tl.load(dscores + cc * (C + 1)).to(tl.float32)[:, None]
     near = (cc > 0) & inside
@@ -197,7 +198,6 @@ def inputs_kernel(
         das += met * load(b + row - H * K, cc, kk, near, H * K, K, WHOLE).to(tl.float32)
     store(dq + row, dqs, cc, kk, inside, H * K, K, WHOLE)
     store(da + row, das, cc, kk, inside, H * K, K, WHOLE)
-    change += add_up(jj >= ii, later, PRECISION)
     to_k = none
     to_b = none
     passed = tl.zeros([BK], tl.float32)
@@ -227,10 +227,8 @@ def inputs_kernel(
     if MODE != 0:
         change += add_up(jj < ii, left_over, PRECISION)
         change += (tl.exp(tl.sum(gs.to(tl.float32), 0)) * passed)[None, :]
+        change = tl.where(gs <= FLOOR, 0.0, change)
         if MODE == 1:
-            given = tl.load(g + (token + cc) * H + h, mask=inside, other=0.0).to(tl.float32)
-            total = tl.where(given < FLOOR, 0.0, tl.sum(change, 1))
-            tl.store(dg + part * H * TOKENS + (token + cc) * H + h, total, mask=inside)
+            tl.store(dg + part * H * TOKENS + (token + cc) * H + h, tl.sum(change, 1), mask=inside)
         else:
-            given = load(g + row, cc, kk, inside, H * K, K, WHOLE).to(tl.float32)
-            store(dg + row, tl.where(given < FLOOR, 0.0, change), cc, kk, inside, H * K, K, WHOLE)
+            store(dg + row, change, cc, kk, inside, H * K, K, WHOLE)
