@@ -208,6 +208,7 @@ def test_info_says_why_not(monkeypatch):
         "rms_norm_of_sigmoid_gated",
         "gated_head_norm",
         "token_mix",
+        "token_mix_of_norm",
         "rwkv7_keys",
         "rwkv7_output",
         "rwkv7_values",

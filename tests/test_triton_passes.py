@@ -190,24 +190,34 @@ def test_rotations(dtype, pairs, rest, batch, rows, length):
 
 
 @crossed(
-    strength=1, count=[3, 1, 6], dtype=DTYPES, shape=[(2, 5, 7), (3, 1, 2), (1, 0, 3)], kind=["given", "first", "none"]
-)
+    strength=1, count=[3, 1, 6], dtype=DTYPES, shape=[(2, 5, 7), (3, 1, 2), (1, 0, 3)],
+    kind=["given", "first", "none", "norm", "sum", "wide sum"],
+)  # fmt: skip
 def test_mixtures_of_tokens(count, dtype, shape, kind, monkeypatch):
-    """Of tokens with those before them, which are given with other strides, or are in x but for the first ones."""
-    monkeypatch.setattr(mixing, "ROWS", 4)
-    monkeypatch.setattr(mixing, "ROWS_BACK", 2)
-    monkeypatch.setattr(mixing, "PROGRAMS", 2)
-    draw = generator(count)
-    given = {"given": shape, "first": (shape[0], shape[2])}
-    tensors = {"x": shape, "mu": (count, shape[2])} | ({"before": given[kind]} if kind in given else {})
-    tensors = {name: torch.randn(size, generator=draw) for name, size in tensors.items()}
+    """Of tokens with those before them, which are given with other strides, or are in x but for the first ones.
 
-    def run(backend, x, mu, before=None):
+    Or of norms of tokens, or of sums of two.
+    """
+    monkeypatch.setattr(mixing, "ROWS", 4)
+    monkeypatch.setattr(mixing, "PROGRAMS", 4)
+    normed = kind not in ("given", "first", "none")
+    shape = (1, 3, 3) if normed and not shape[1] else shape
+    draw = generator(count)
+    given = {"given": shape, "first": (shape[0], shape[2]), "sum": (shape[0], shape[2])}
+    sizes = {"x": shape, "mu": (count, shape[2])} | ({"before": given[kind]} if kind in given else {})
+    sizes |= {"weight": shape[2:], "bias": shape[2:]} if normed else {}
+    sizes |= {"branch": shape} if "sum" in kind else {}
+    tensors = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+    def run(backend, x, mu, before=None, weight=None, bias=None, branch=None):
+        if normed:
+            branch = None if branch is None else strided(branch)
+            return rwkv7.token_mix_of_norm(strided(x), branch, weight, bias, before, mu.unbind(), 0.1, backend)
         if kind == "given":
             before = torch.cat([before, before[:, :1]], 1)[:, : shape[1]]
         return rwkv7.token_mix(strided(x), before, mu.unbind(), kind != "given" and shape[1] > 0, backend)
 
-    check(run, tensors, dtype, wide=("mu",))
+    check(run, tensors, dtype, wide=("mu", "weight", "bias", *(["x"] if kind == "wide sum" else [])))
 
 
 def test_more_mixtures_run_in_torch():
@@ -405,8 +415,8 @@ GIVEN = {
     "rwkv7_output": (X4, X4[..., 0], X4 + 1, X4.flatten(2), *X4[0, :2].flatten(1), 1e-3, torch.bfloat16),
     "rwkv7_values": (X4, X4 + 1, X4 - 1, X4[0, 0]),
     "relu_square": (X,),
-    "token_mix of one tensor": (X, X[:, 0], torch.randn(1, 4), torch.float32, True),
-    "token_mix": (X, X + 1, torch.randn(3, 4), torch.float32, False),
+    "token_mix of one tensor": (X, X[:, 0], torch.randn(1, 4), X + 2, X[1, 0], X[0, 0], 1e-5, torch.float32, True),
+    "token_mix": (X, X + 1, torch.randn(3, 4), None, None, None, 0.0, torch.float32, False),
     "rotate": (torch.randn(2, 3, 2, 4), *(f(torch.randn(1, 3, 2)) for f in (torch.cos, torch.sin)), 1.0),
 }  # fmt: skip
 

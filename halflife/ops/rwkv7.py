@@ -56,8 +56,9 @@ def _token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ..
 
 
 def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | None:
-    if tensors is not None and len(tensors) - 2 > MIXTURES:
-        return f"the Triton kernel makes at most {MIXTURES} mixtures; got {len(tensors) - 2}"
+    others = 2 if op == "token_mix" else 5
+    if tensors is not None and len(tensors) - others > MIXTURES:
+        return f"the Triton kernel makes at most {MIXTURES} mixtures; got {len(tensors) - others}"
     return triton.why_not_pass(op, device, tensors)
 
 
@@ -69,7 +70,50 @@ _expressed("token_mix", _token_mix)
 def _triton_token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *mu, last = rest
     rows = mu[0].unsqueeze(0) if len(mu) == 1 else torch.stack(mu)
-    return tuple(triton.custom_op("token_mix")(x, before, rows, product_dtype(x), last))
+    return tuple(triton.custom_op("token_mix")(x, before, rows, None, None, None, 0.0, product_dtype(x), last))
+
+
+def token_mix_of_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, before: Tensor | None, mu: Sequence[Tensor],
+    eps: float, backend: str = "auto",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The mixtures of `token_mix` of LayerNorms n of `x + branch [B, T, D]`, the last n of each row, and that sum.
+
+    Args:
+        x, branch: `[B, T, D]`, T ≥ 1; None is no branch.
+        weight, bias, eps: of the norm, `[D]`.
+        before: the n before the first token of each row `[B, D]`; None is zeros.
+        mu: as in `token_mix`.
+        backend: see the top of the module.
+    """
+    return run_gpu_pass("token_mix_of_norm", _mix_of_norm, backend, (x, branch, weight, bias, before, *mu), eps)
+
+
+def _mix_of_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, before: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *mu, eps = rest
+    total = x if branch is None else x + branch
+    n = F.layer_norm(total, weight.shape, weight.to(total.dtype), bias.to(total.dtype), eps)
+    return *_token_mix(n, before, *mu, True), total
+
+
+define(
+    "token_mix_of_norm", x="B T D", branch="B T D | None", weight="D", bias="D", before="B D | None", mu_1="D",
+    mu_2="D", settings={"eps": 1e-5},
+)  # fmt: skip
+_expressed("token_mix_of_norm", _mix_of_norm)
+
+
+@implements("token_mix_of_norm", "triton", why_not=_why_not_mix)
+def _triton_mix_of_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, before: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *mu, eps = rest
+    rows = mu[0].unsqueeze(0) if len(mu) == 1 else torch.stack(mu)
+    settings = eps, product_dtype(x), True
+    found = triton.custom_op("token_mix")(x, before, rows, branch, weight, bias, *settings)
+    return (*found, x) if branch is None else tuple(found)
 
 
 def rwkv7_keys(

@@ -17,6 +17,7 @@ from halflife.ops.backends.triton.passes.norms import TILE
 from halflife.ops.backends.triton.passes.rows import as_rows, entries
 
 COLUMNS = 512  # of a tile of SwiGLU, at most
+ENTRIES = 1024  # of a program of ReLU²
 
 
 @triton.jit
@@ -219,3 +220,53 @@ def _rotate_grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 declare("triton_rotate", _rotate).register_autograd(_rotate_grad, setup_context=_rotate_save)
+
+
+@triton.jit
+@no_type_check
+def _positive(x, count, BLOCK: tl.constexpr):
+    """The places of a program's entries, and their ReLU."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    return at, tl.where(given <= 0, 0.0, given)  # NaN stays NaN
+
+
+@triton.jit
+@no_type_check
+def _square_kernel(x, out, count, BLOCK: tl.constexpr):
+    at, positive = _positive(x, count, BLOCK)
+    tl.store(out + at, (positive * positive).to(out.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+@no_type_check
+def _square_back_kernel(x, dout, dx, count, BLOCK: tl.constexpr):
+    at, positive = _positive(x, count, BLOCK)
+    d = 2 * positive * tl.load(dout + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(dx + at, d.to(dx.dtype.element_ty), mask=at < count)
+
+
+def _square(x: Tensor) -> Tensor:
+    """`relu(x)²`."""
+    out = x.new_empty(x.shape)
+    if x.numel():
+        launch(_square_kernel, (triton.cdiv(x.numel(), ENTRIES),))(x.contiguous(), out, x.numel(), BLOCK=ENTRIES)
+    return out
+
+
+def _square_backward(dout: Tensor, x: Tensor) -> Tensor:
+    dx = x.new_empty(x.shape)
+    if x.numel():
+        launch(_square_back_kernel, (triton.cdiv(x.numel(), ENTRIES),))(
+            x.contiguous(), dout, dx, x.numel(), BLOCK=ENTRIES
+        )
+    return dx
+
+
+def _square_grad(ctx: Any, dout: Tensor) -> Tensor:
+    only_first_derivatives()
+    return _of_square(dout.contiguous(), *ctx.saved_tensors)
+
+
+_of_square = declare("triton_relu_square_backward", _square_backward)
+declare("triton_relu_square", _square).register_autograd(_square_grad, setup_context=save_inputs)
