@@ -137,13 +137,16 @@ def is_watched(*modules: nn.Module) -> bool:
 
 
 def normed(
-    norm: Any, x: Tensor, branch: Tensor | None, part: nn.Module
+    norm: Any, x: Tensor, branch: Tensor | None, part: nn.Module, *given: Any
 ) -> tuple[Tensor, Tensor, AbstractContextManager[None]]:
     """`x + branch` (None: x), its norm (None: itself), and a context for the `part` of a block that reads this norm.
 
     Of a token one kernel computes also those linear maps of the part that read its input (`maps_of_input`). Inside the
-    context they return what it computed.
+    context they return what it computed. A part that reads mixtures alone (`Shifting`) may know these in the context,
+    and the norm is then in no memory: its input is the sum. `given` are its state and packing.
     """
+    if hasattr(part, "of_norm") and (made := part.of_norm(norm, x, branch, *given)) is not None:
+        return made[-1], made[-1], part.knows(made[:-1])
     maps = _maps_of_input(part, norm, x) if takes_map(x) and not torch.compiler.is_compiling() else []
     weights = [module.weight for module in maps]
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from halflife.decay.rwkv7 import zigzag
 from halflife.layers.init import Law, drawn, reset, uniform
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.layers.parts import is_watched
-from halflife.layers.token_shift import TokenShift, maps_of_shifted, shifted
+from halflife.layers.token_shift import Shifting, TokenShift, maps_of_shifted, shifted
 from halflife.ops import dplr
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
@@ -78,7 +78,7 @@ class HeadNorm(nn.Module):
 
 
 @LAYERS.add("rwkv7")
-class RWKV7(Mixer):
+class RWKV7(Shifting):
     """RWKV-7's time mix (Peng et al. 2025): DPLR whose correction removes the value that a key has written before.
 
     With δ_t = x_{t−1} − x_t and x_i = x + δ ⊙ μ_i for i in r, w, k, v, a, g:
@@ -174,7 +174,10 @@ class RWKV7(Mixer):
             first, last = self._first_maps(x, state["shift"], packing)
             y, memory = self._token(first, state["memory"], position, shared, product_dtype(x))
             return self.out_proj(y), {"shift": last, "memory": memory}
-        xs, last = self.mu(x, state.get("shift"), packing)  # pyright: ignore[reportCallIssue]
+        if self.made:
+            xs, last = dict(zip(self.mu, self.made, strict=False)), self.made[-1]
+        else:
+            xs, last = self.mu(x, state.get("shift"), packing)
         r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
@@ -207,7 +210,7 @@ class RWKV7(Mixer):
         mu = [self.mu[name] for name in names]
         if (found := maps_of_shifted(x, before, mu, weights, self.pass_backend)) is not None:
             return found, x[:, -1]
-        xs, last = self.mu(x, before, packing)  # pyright: ignore[reportCallIssue]
+        xs, last = self.mu(x, before, packing)
         rows = [proj(xs[name]) for name, proj in zip(names, maps, strict=False)]
         return [*rows, *(F.linear(xs[name], down) for name, down in zip(names[3:], downs, strict=True))], last
 
@@ -259,7 +262,7 @@ class RWKV7(Mixer):
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
 
-class RWKV7ChannelMix(Mixer):
+class RWKV7ChannelMix(Shifting):
     """RWKV-7's channel mix: `y = relu((x + δ ⊙ μ) W_k)² W_v`, δ_t = x_{t−1} − x_t.
 
     Its state is the last x. W_v starts at zero.
@@ -293,10 +296,11 @@ class RWKV7ChannelMix(Mixer):
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        weight, first = None if x.is_cpu else weight_of(self.v_proj), state.get("shift")
-        found = None if x.is_cpu else maps_of_shifted(x, first, [self.mu], [weight_of(self.k_proj)], self.pass_backend)
+        weight, first, found = None if x.is_cpu else weight_of(self.v_proj), state.get("shift"), None
+        if not x.is_cpu and not self.made:
+            found = maps_of_shifted(x, first, [self.mu], [weight_of(self.k_proj)], self.pass_backend)
         if found is None:
-            mixed, last = shifted(x, first, packing, [self.mu], self.pass_backend)
+            mixed, last = self.made or shifted(x, first, packing, [self.mu], self.pass_backend)
             x = self.k_proj(mixed)
         else:
             (x,), last = found, x[:, -1]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.layers.mixer import Mixer, State
+from halflife.layers.parts import is_watched
 from halflife.ops.recurrent import takes_map
-from halflife.ops.rwkv7 import mixed_maps, token_mix
+from halflife.ops.rwkv7 import mixed_maps, token_mix, token_mix_of_norm
 from halflife.packing import Packing
 
 
@@ -21,6 +27,47 @@ class TokenShift(nn.ParameterDict):
         """Tokens `x [B, T, D]` → the input of each map by its name, and the last token of each sequence."""
         *mixed, last = shifted(x, first, packing, [*self.values()], self.pass_backend)
         return dict(zip(self, mixed, strict=True)), last
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm`, which also takes the sum of two."""
+
+    adds = True
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The norm of x, or `x + y` and its norm."""
+        total = x if y is None else x + y
+        n = F.layer_norm(total, self.normalized_shape, self.weight, self.bias, self.eps)
+        return n if y is None else (total, n)
+
+
+class Shifting(Mixer):
+    """A mixer that reads its input in mixtures `mu` of each token with the one before it alone."""
+
+    mu: Any
+    made: Sequence[Tensor] = ()  # the mixtures of its input and the last tokens, where they are made with its norm
+
+    def of_norm(
+        self, norm: Any, x: Tensor, branch: Tensor | None, state: State | None, packing: Packing
+    ) -> Sequence[Tensor] | None:
+        """The mixtures of the norm of `x + branch`, its last tokens, and the sum; None where no kernel makes them."""
+        if x.is_cpu or torch.compiler.is_compiling() or packing.cu_seqlens is not None or not x.shape[1]:
+            return None
+        watched = [norm] if isinstance(self.mu, Tensor) else [norm, self.mu]
+        if type(norm) is not LayerNorm or self.pass_backend != "auto" or is_watched(*watched) or takes_map(x):
+            return None
+        mu, first = [self.mu] if isinstance(self.mu, Tensor) else [*self.mu.values()], (state or {}).get("shift")
+        first = None if first is None else first.to(x.dtype)
+        return token_mix_of_norm(x, branch, norm.weight, norm.bias, first, mu, norm.eps)
+
+    @contextmanager
+    def knows(self, made: Sequence[Tensor]) -> Iterator[None]:
+        """Inside this block, the mixtures and last tokens of the input are these."""
+        self.made = made
+        try:
+            yield
+        finally:
+            self.made = ()
 
 
 def shifted(x: Tensor, first: Tensor | None, packing: Packing, mu: list[Tensor], backend: str) -> tuple[Tensor, ...]:

@@ -9,11 +9,12 @@ from torch import nn
 from halflife import layers
 from halflife.layers import KoopmanMLP, RWKV7ChannelMix, SwiGLU
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm
+from halflife.layers.token_shift import LayerNorm
 from halflife.models.config import ModelConfig
 
 
 def norm_of(config: ModelConfig) -> nn.Module:
-    norms = {"rms": RMSNorm, "rms_plus_one": PlusOneRMSNorm, "layer": nn.LayerNorm}
+    norms = {"rms": RMSNorm, "rms_plus_one": PlusOneRMSNorm, "layer": LayerNorm}
     return norms[config.norm](config.hidden_size, eps=config.norm_eps)
 
 

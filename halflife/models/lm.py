@@ -103,7 +103,7 @@ class Block(nn.Module):
             return x, (norm(found[0]), found[1]) if isinstance(found, tuple) else norm(found)
         if x.is_cpu and norm is not None and branch is None:
             return x, part(norm(x), *given, **options)
-        x, n, known = normed(norm, x, branch, part)
+        x, n, known = normed(norm, x, branch, part, *given)
         with known:
             return x, part(n, *given, **options)
 
