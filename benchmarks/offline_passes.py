@@ -116,6 +116,13 @@ def _mixed(count: int, packed: bool = False) -> tuple[Tensor, ...]:
     return rwkv7.token_mix(x, before, [weight(1024) for _ in range(count)], last=not packed)
 
 
+def _mixed_norm(count: int) -> tuple[Tensor, ...]:
+    from halflife.ops import rwkv7
+
+    x, branch = leaf(BATCH, LENGTH, 1024, dtype=torch.float32), leaf(BATCH, LENGTH, 1024)
+    return rwkv7.token_mix_of_norm(x, branch, weight(1024), weight(1024), None, [weight(1024)] * count, 1e-5)
+
+
 def _keys(heads: int, size: int) -> tuple[Tensor, ...]:
     from halflife.ops import rwkv7
 
@@ -200,6 +207,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "token_mix 6": lambda: _mixed(6),
     "token_mix 6, packed": lambda: _mixed(6, packed=True),
     "token_mix 1": lambda: _mixed(1),
+    "token_mix_of_norm 6": lambda: _mixed_norm(6),
+    "token_mix_of_norm 1": lambda: _mixed_norm(1),
     "rwkv7_keys 64": lambda: _keys(16, 64),
     "rwkv7_output 64": lambda: _output(16, 64),
     "rwkv7_values 64": lambda: _values(16, 64),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halflife import LanguageModel, layers, preset
 from halflife.hf import HalflifeConfig, HalflifeForCausalLM
-from halflife.layers import parts
+from halflife.layers import parts, token_shift
 from halflife.layers.parts import rotary
 from halflife.models import PRESETS
 from halflife.ops import causal_conv1d, fused
@@ -341,3 +341,29 @@ def test_keys_normalised_by_the_convolution_and_skips_added_by_the_op(name, monk
         assert_close(got, expected, 1e-12)
     channels = {"gated_deltanet": 16, "deltaproduct": 48}.get(name, 32)
     assert set(calls) == {None if name.startswith(("comba", "mamba2")) else (channels, 8)}
+
+
+def test_mixtures_of_rwkv7_are_made_with_the_norm_before_them(monkeypatch):
+    """As on a GPU, of sequences in two pieces; of packed ones, and if somebody looks at a norm, they are not."""
+    torch.manual_seed(0)
+    config = preset("rwkv7", hidden_size=16, num_layers=2, num_heads=2, vocab_size=8)
+    model, ids = LanguageModel(config).double(), torch.randint(8, (2, 9))
+    for parameter in model.parameters():  # some start at zero
+        parameter.data += 0.1 * torch.randn_like(parameter)
+
+    def run(**options):
+        first, state = model(ids[:, :4])
+        y = torch.cat([first, model(ids[:, 4:], state)[0], model(ids.view(1, -1), **options)[0].view(2, 9, -1)], 1)
+        return y, *torch.autograd.grad(y.square().sum(), list(model.parameters()), allow_unused=True)
+
+    packed = {"cu_seqlens": torch.tensor([0, 9, 18])}
+    want = run(**packed)
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    calls, of_norm = [], token_shift.token_mix_of_norm
+    monkeypatch.setattr(token_shift, "token_mix_of_norm", lambda *a: (calls.append(1), of_norm(*a))[1])
+    for expected in (8, 6):
+        for got, wanted in zip(run(**packed), want, strict=True):
+            assert_close(got, wanted, 1e-12)
+        assert len(calls) == expected
+        calls.clear()
+        model.blocks[0].mixer_norm.register_forward_hook(lambda *_: None)
