@@ -135,8 +135,9 @@ def rwkv7() -> dict[str, list[Launch]]:
     with offline_kernels.captured(found):
         _rwkv7_token(*given, 1e-3, torch.bfloat16, meta(16, 64), None, None, None, "sigmoid", 0.6, 0.0, None)
     maps: list[Launch] = []
+    mu, weights = [vector.bfloat16()] * 7, [narrow(size, 1024) for size in (1024, 1024, 1024, *ranks)]
     with offline_kernels.captured(maps):
-        _mixed_maps(row, row[0], [vector.bfloat16()] * 7, [narrow(size, 1024) for size in (1024, 1024, 1024, *ranks)])
+        _mixed_maps(row, row[0], mu, weights, row.clone(), mu[:2], 1e-5)
     return {"token, layer of rwkv7": found, "token, maps of rwkv7": maps}
 
 

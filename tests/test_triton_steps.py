@@ -441,8 +441,8 @@ def test_where_a_kernel_takes_maps(monkeypatch):
 
 DECODED = (
     ("mamba2+post+gate_rank", 1), ("mamba2+post+gate_rank", 4), ("gated_deltanet", 2), ("gla", 3), ("llama", 1),
-    ("simple", 1), ("kda", 1), ("comba", 1), ("mesa", 1), ("mamba2+ska", 1), ("rwkv7", 1), ("hgrn2", 2), ("retnet", 2),
-    ("mamba3", 1), ("mamba3_echo", 1),
+    ("simple", 1), ("kda", 1), ("comba", 1), ("mesa", 1), ("mamba2+ska", 1), ("rwkv7", 1), ("rwkv7", 5), ("hgrn2", 2),
+    ("retnet", 2), ("mamba3", 1), ("mamba3_echo", 1),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.layers.parts import is_watched
-from halflife.layers.token_shift import Shifting, TokenShift, maps_of_shifted, shifted
+from halflife.layers.token_shift import Shifting, TokenShift, shifted
 from halflife.ops import dplr
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
@@ -171,13 +171,10 @@ class RWKV7(Shifting):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
         if not x.is_cpu and self.decodes(x, state, packing):
-            first, last = self._first_maps(x, state["shift"], packing)
+            first, last = self._first_maps(x, state, packing)
             y, memory = self._token(first, state["memory"], position, shared, product_dtype(x))
             return self.out_proj(y), {"shift": last, "memory": memory}
-        if self.made:
-            xs, last = dict(zip(self.mu, self.made, strict=False)), self.made[-1]
-        else:
-            xs, last = self.mu(x, state.get("shift"), packing)
+        xs, last = self._mixtures(x, state.get("shift"), packing)
         r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
         g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
@@ -201,18 +198,26 @@ class RWKV7(Shifting):
         plain = plain and not is_watched(self.norm, *self._loras)
         return plain and takes_token(x, None, state["memory"])
 
-    def _first_maps(self, x: Tensor, before: Tensor, packing: Packing) -> tuple[list[Tensor], Tensor]:
-        """r, k and v, what the first factors of the maps of low rank give, and the last token."""
-        maps = [self.r_proj, self.k_proj, self.v_proj]
-        downs = [lora.down for lora in self._loras]
-        names = [*"rkvwagv"][: 3 + len(downs)]
-        weights = [None] if is_watched(self.mu) else [*map(weight_of, maps), *downs]
-        mu = [self.mu[name] for name in names]
-        if (found := maps_of_shifted(x, before, mu, weights, self.pass_backend)) is not None:
-            return found, x[:, -1]
-        xs, last = self.mu(x, before, packing)
-        rows = [proj(xs[name]) for name, proj in zip(names, maps, strict=False)]
-        return [*rows, *(F.linear(xs[name], down) for name, down in zip(names[3:], downs, strict=True))], last
+    def _mixtures(self, x: Tensor, first: Tensor | None, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:
+        """The input of each map by its name, and the last token."""
+        if self.made:
+            return dict(zip(self.mu, self.made, strict=False)), self.made[-1]
+        return self.mu(x, first, packing)
+
+    def maps_of_token(self, x: Tensor, state: State, packing: Packing) -> tuple[list[Tensor], list[Tensor | None]]:
+        """μ and the weights of r, k and v, and of the first factors of the maps of low rank."""
+        if not self.decodes(x, state, packing) or is_watched(self.mu):
+            return [], []
+        weights = [*map(weight_of, (self.r_proj, self.k_proj, self.v_proj)), *[lora.down for lora in self._loras]]
+        return [self.mu[name] for name in "rkvwagv"[: len(weights)]], weights
+
+    def _first_maps(self, x: Tensor, state: State, packing: Packing) -> tuple[list[Tensor], Tensor]:
+        """What these maps give, and the last token."""
+        if (found := self.made_maps(x, state, packing)) is not None:
+            return found
+        xs, last = self._mixtures(x, state["shift"], packing)
+        rows = [self.r_proj(xs["r"]), self.k_proj(xs["k"]), self.v_proj(xs["v"])]
+        return [*rows, *(F.linear(xs[name], lora.down) for name, lora in zip("wagv", self._loras, strict=False))], last
 
     @property
     def _loras(self) -> list[LoRA]:
@@ -296,17 +301,19 @@ class RWKV7ChannelMix(Shifting):
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        weight, first, found = None if x.is_cpu else weight_of(self.v_proj), state.get("shift"), None
-        if not x.is_cpu and not self.made:
-            found = maps_of_shifted(x, first, [self.mu], [weight_of(self.k_proj)], self.pass_backend)
-        if found is None:
-            mixed, last = self.made or shifted(x, first, packing, [self.mu], self.pass_backend)
-            x = self.k_proj(mixed)
+        weight = None if x.is_cpu else weight_of(self.v_proj)
+        if not x.is_cpu and (found := self.made_maps(x, state, packing)) is not None:
+            (x,), last = found
         else:
-            (x,), last = found, x[:, -1]
+            mixed, last = self.made or shifted(x, state.get("shift"), packing, [self.mu], self.pass_backend)
+            x = self.k_proj(mixed)
         if weight is not None and self.pass_backend == "auto" and takes_map(x, weight):
             return maps_of_norm(x, None, 0.0, [weight], kind="relu_square")[0], {"shift": last}
         return self.v_proj(relu_square(x, self.pass_backend)), {"shift": last}
+
+    def maps_of_token(self, x: Tensor, state: State, packing: Packing) -> tuple[list[Tensor], list[Tensor | None]]:
+        """μ and the weight of the first map."""
+        return [self.mu], [weight_of(self.k_proj)]
 
 
 def _shift_start(size: int, exponent: float) -> Tensor:

@@ -267,10 +267,17 @@ def rwkv7_token(
     return tuple(found)
 
 
-def mixed_maps(x: Tensor, before: Tensor, mu: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-    """Maps `[B, 1, Fᵢ]` of `x + μ_i ⊙ (before − x)` by weights `[Fᵢ, D]`, of `x [B, 1, D]` and `before [B, D]`.
+def mixed_maps(
+    x: Tensor, before: Tensor, mu: list[Tensor], weights: list[Tensor], branch: Tensor | None = None,
+    norm: Sequence[Tensor] = (), eps: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
+    """Maps `[B, 1, Fᵢ]` of `n + μ_i ⊙ (before − n)` by weights `[Fᵢ, D]`, then n `[B, D]`, and with a norm the sum.
 
+    n is `x [B, 1, D]`, or the LayerNorm of `x + branch` with the weight and bias in `norm`. `before` is `[B, D]`.
     `recurrent.takes_map` must accept these tensors, of which at most 7 are weights.
     """
-    found = triton.custom_op("mixed_maps")(x, before, mu, weights)
-    return [out[..., : len(weight)] for out, weight in zip(found.unbind(0), weights, strict=True)]
+    out, *rest = triton.custom_op("mixed_maps")(x, before, mu, weights, branch, list(norm), eps)
+    maps = [y[..., : len(weight)] for y, weight in zip(out.unbind(0), weights, strict=True)]
+    if not norm:
+        return [*maps, x[:, -1]]
+    return [*maps, rest[0], rest[1] if len(rest) > 1 else x]
