@@ -137,7 +137,7 @@ def is_watched(*modules: nn.Module) -> bool:
 
 
 def normed(
-    norm: Any, x: Tensor, branch: Tensor | None, part: nn.Module, *given: Any
+    norm: Any, x: Tensor, branch: Tensor | None, part: Any, *given: Any
 ) -> tuple[Tensor, Tensor, AbstractContextManager[None]]:
     """`x + branch` (None: x), its norm (None: itself), and a context for the `part` of a block that reads this norm.
 

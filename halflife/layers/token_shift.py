@@ -83,12 +83,12 @@ class Shifting(Mixer):
             return None
         return mixed_maps(x, first, mu, weights, branch, of_norm, 0.0 if norm is None else norm.eps)
 
-    def made_maps(self, x: Tensor, state: State, packing: Packing) -> tuple[Sequence[Tensor], Tensor] | None:
+    def made_maps(self, x: Tensor, state: State, packing: Packing) -> tuple[list[Tensor], Tensor] | None:
         """What the maps of a token give, and the token; None where they must be called."""
         if not takes_map(x):
             return None
         found = self.made or self._maps(x, state, packing)
-        return None if found is None else (found[:-1], found[-1])
+        return None if found is None else ([*found[:-1]], found[-1])
 
     @contextmanager
     def knows(self, made: Sequence[Tensor]) -> Iterator[None]:

@@ -229,10 +229,10 @@ def _mixed(
     end = x.new_empty(x.shape[0], x.shape[2], dtype=wide) if last else None
     total = None if branch is None else x.new_empty(x.shape, dtype=wide)
     if x.numel():
-        (x, before), sizes, own, tile = _given(x, before)
+        (rows, before), sizes, own, tile = _given(x, before)
         strides = (0, 0) if branch is None else (branch := dense(branch)).stride()[:2]
         launch(_mix_kernel, (triton.cdiv(sizes[0], ROWS),))(
-            x, branch, *contiguous(weight, bias), before, mu.contiguous(), *outs, *[None] * (MOST - len(outs)), end,
+            rows, branch, *contiguous(weight, bias), before, mu.contiguous(), *outs, *[None] * (MOST - len(outs)), end,
             total, *sizes[:3], None if weight is None else eps, *sizes[3:5], *strides, *sizes[5:], OWN=own, PER=ROWS,
             **tile,
         )  # fmt: skip
