@@ -206,4 +206,4 @@ def test_who_watches_a_block_sees_its_whole_output():
     hook.remove()
     model.blocks[1].forward = model.blocks[1].forward
     assert not model._joins(x)
-    assert not build("rwkv7")._joins(x)  # layer norms add nothing
+    assert not build("mamba2", norm="rms_plus_one")._joins(x)  # such norms add nothing
