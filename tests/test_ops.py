@@ -108,7 +108,7 @@ def test_a_full_reset_has_no_gradient(op, granularity, backend):
 
 @each_op
 @each_granularity
-@pytest.mark.parametrize("chunk_size", [1, 16, 48, 128])
+@pytest.mark.parametrize("chunk_size", slow_beyond([1, 16, 48, 128], [1, 16, 32, 48, 64, 128]))
 def test_chunk_size_changes_nothing(op, granularity, chunk_size):
     check(op, granularity, 100, "chunked", torch.float64, chunk_size=chunk_size)
 
