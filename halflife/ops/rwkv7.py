@@ -66,11 +66,14 @@ define("token_mix", x="B T D", before="B T D | B D | None", mu_1="D", mu_2="D", 
 _expressed("token_mix", _token_mix)
 
 
+def _rows(mu: list[Tensor]) -> Tensor:
+    return mu[0].unsqueeze(0) if len(mu) == 1 else torch.stack(mu)
+
+
 @implements("token_mix", "triton", why_not=_why_not_mix)
 def _triton_token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *mu, last = rest
-    rows = mu[0].unsqueeze(0) if len(mu) == 1 else torch.stack(mu)
-    return tuple(triton.custom_op("token_mix")(x, before, rows, None, None, None, 0.0, product_dtype(x), last))
+    return tuple(triton.custom_op("token_mix")(x, before, _rows(mu), None, None, None, 0.0, product_dtype(x), last))
 
 
 def token_mix_of_norm(
@@ -110,9 +113,8 @@ def _triton_mix_of_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, before: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     *mu, eps = rest
-    rows = mu[0].unsqueeze(0) if len(mu) == 1 else torch.stack(mu)
     settings = eps, product_dtype(x), True
-    found = triton.custom_op("token_mix")(x, before, rows, branch, weight, bias, *settings)
+    found = triton.custom_op("token_mix")(x, before, _rows(mu), branch, weight, bias, *settings)
     return (*found, x) if branch is None else tuple(found)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.passes.maps import COLUMNS, ROWS, _sum
-from halflife.ops.backends.triton.passes.rows import contiguous, entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import contiguous, entries, rows_of_tokens, sum_dtype
 
 MOST = 7  # maps of a launch
 
@@ -97,7 +96,7 @@ def _mixed_maps(
     """
     sizes, channels, tokens = [len(weight) for weight in weights], x.shape[-1], len(x)
     out = x.new_empty(len(weights), tokens, 1, max(sizes), dtype=weights[0].dtype)
-    wide = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    wide = sum_dtype(x, branch)
     normed = x.new_empty(tokens, channels, dtype=wide) if norm else None
     total = None if branch is None else x.new_empty(x.shape, dtype=wide)
     rows, strides = rows_of_tokens(channels, x, branch, before)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import no_type_check
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens, sum_dtype
 
 ROWS, COLUMNS = 8, 512  # of a tile of weights, at most; of several tokens fewer columns
 MOST = 5  # maps of a launch
@@ -117,7 +116,7 @@ def _map(
     With a branch the sum follows, and if it `keeps` it, the norm, whose weight is `[D]` or that of each group.
     """
     channels, sizes = x.shape[-1], [len(weight) for weight in weights]
-    dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    dtype = sum_dtype(x, branch)
     out = x.new_empty(*x.shape[:-1], sum(sizes), dtype=weights[0].dtype)
     total, normed = (x.new_empty(x.shape, dtype=dtype) if given else None for given in (branch is not None, keeps))
     rows, strides = rows_of_tokens(channels, x, branch, gate)

@@ -16,7 +16,7 @@ from torch import Tensor
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.rows import contiguous
+from halflife.ops.backends.triton.passes.rows import contiguous, sum_dtype
 
 MOST = 6  # outputs, for which the kernels have arguments
 ROWS = 16  # tokens of a program
@@ -225,7 +225,7 @@ def _mixed(
     before, and for the first ones `before [B, D]` or zeros.
     """
     outs = [x.new_empty(x.shape, dtype=dtype) for _ in range(len(mu))]
-    wide = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    wide = sum_dtype(x, branch)
     end = x.new_empty(x.shape[0], x.shape[2], dtype=wide) if last else None
     total = None if branch is None else x.new_empty(x.shape, dtype=wide)
     if x.numel():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,6 +29,11 @@ def rows_of_tokens(channels: int, *tensors: Tensor | None) -> tuple[list[Tensor 
     """Tensors as rows, and the strides of these; 0 for None."""
     pairs = [(None, 0) if x is None else as_rows(x, channels) for x in tensors]
     return [x for x, _ in pairs], [stride for _, stride in pairs]
+
+
+def sum_dtype(x: Tensor, branch: Tensor | None) -> torch.dtype:
+    """The dtype of `x + branch`, or of x if there is no branch."""
+    return x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
 
 
 def evenly(x: Tensor) -> Tensor:
