@@ -1,6 +1,8 @@
-"""Other libraries, without work that they repeat at each call."""
+"""Other libraries, without work that they repeat at each call, and with the numbers of a GPU."""
 
 from functools import cache
+
+import numpy as np
 
 
 def parser():
@@ -70,4 +72,7 @@ def interpreter():
     interpreter._patch_lang = once
     interpreter.GridExecutor.__call__ = launch
     interpreter._get_np_dtype = find_once
+    # The larger of two numbers is that which is no NaN, as on a GPU. Triton 3.6 has NaN here.
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
+    interpreter.InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
     shapes()
