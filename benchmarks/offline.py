@@ -183,6 +183,8 @@ def trips(launch: Launch) -> int:
         return math.ceil(given["LENGTH"] / given["C"])
     if "LEVELS" in given:
         return given["LEVELS"] * (math.ceil(given["K"] / given["BK"]) if "reads" in given else 1)
+    if "HEADS" in given:  # a program has one of three loops, whose times are added
+        return math.ceil(given["HEADS"] / 3)
     if "LENGTH" in given:
         return math.ceil(given.get("K", 1) / given.get("BK", 1))
     return given.get("PER", 1)

@@ -23,6 +23,7 @@ from halflife.ops.backends.triton.segments import (
     scan_kernel,
     settings_of,
 )
+from halflife.ops.backends.triton.shared.shared_grads import LARGEST, heads_of_program, shared_grads_kernel, tiles_of
 from halflife.ops.backends.triton.sums import COUNTS
 from halflife.ops.backends.triton.walks import walk_kernel
 from halflife.ops.chunked.groups import grads_of_heads
@@ -112,7 +113,7 @@ def _call(
 def _walk(
     call: Operands, *, back: bool = False, beside: Tensor | None = None, entering: Tensor | None = None,
     out: Tensor | None = None, leaving: Tensor | None = None, carried: Tensor | None = None,
-    states: Tensor | None = None, reads: Tensor | None = None,
+    states: Tensor | None = None, reads: Tensor | None = None, every: int = 2, longer: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The walk over segments; with `back` that from the end, and with `beside` that of transposed states.
 
@@ -120,12 +121,14 @@ def _walk(
     """
     if call.segments.count * call.heads:
         other = call.q if beside is None else beside
-        gates = call.gates if beside is not None or (leaving is not None and not back) else (None, None)
+        first = not back and (beside is not None or leaving is not None or states is not None)
+        gates = call.gates if first else (None, None)
         launch(walk_kernel, (call.heads * triton.cdiv(call.v.shape[3], call.walk.columns), call.segments.count))(
-            call.q, call.k, call.v, beside, call.sums, *gates, call.gain,
+            call.q, call.k, call.v, beside, call.sums, longer, *gates, call.gain,
             call.skip if beside is None and out is not None else None, entering, out, leaving, carried, states, reads,
             *call.tail(), call.heads // max(1, call.v.shape[2]), call.heads // max(1, other.shape[2]),
-            *other.stride()[1:3], BACK=back, FLIPPED=beside is not None, **call.constants(call.walk),
+            *other.stride()[1:3], EVERY=every, BACK=back, FLIPPED=beside is not None,
+            **call.constants(call.walk),
         )  # fmt: skip
 
 
@@ -179,7 +182,11 @@ def backward(
     scale: float, chunk_size: int, do: Tensor, dfinal: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, both log-decays, gain, skip and the initial states. No `dfinal` is zeros."""
-    call = _call(q, k, v, g_slow, g_fast, gain, skip, cu_seqlens, scale, chunk_size, back=True)
+    given = (q, k, v, g_slow, g_fast, gain, skip, cu_seqlens, scale, chunk_size)
+    if q.shape[2] == k.shape[2] < v.shape[2] and g_slow is None and q.shape[3] * v.shape[3] <= LARGEST:
+        call, chunk = _call(*given, back=False), block(min(chunk_size, q.shape[1]))
+        return _shared_backward(call, chunk, initial, entering, carried, do, dfinal)
+    call = _call(*given, back=True)
     segments, heads, chunk, (batch, length) = call.segments, call.heads, call.grads.chunk, v.shape[:2]
     flipped, from_end = call.flipped(do), call._replace(q=call.k, k=call.q, v=do)
     tokens, key = batch * length, q.shape[3]
@@ -194,13 +201,7 @@ def backward(
         if parts == 1:
             found, passes = new(FOUND[call.mode], heads, tokens), new(tokens // chunk + segments.count, heads, 3)
     _walk(flipped, beside=call.q, entering=initial if segments.whole else entering, out=dq, states=states, reads=reads)
-    if segments.whole:
-        after, before = dfinal, None if initial is None else torch.empty_like(initial)
-        dinitial = before
-    else:
-        update = call.new_states(segments.count)
-        _walk(from_end, back=True, leaving=update)
-        (after, dinitial), before = scan(call, update, carried, dfinal, call.mode, back=True), None
+    after, before, dinitial = _from_end(call, from_end, carried, initial, dfinal)
     numbers = (*call.gates, gain)
     grads = [None if x is None else new(parts, *x.shape) for x in numbers]
     dskip = None if skip is None else new(segments.count, heads)
@@ -219,3 +220,52 @@ def backward(
     of_numbers = [(x, like, tokens * heads) for x, like in zip(grads, numbers, strict=True)]
     dq, dk, *summed = sums_of_parts((dq, q, key), (dk, k, key), *of_numbers, (dskip, skip, heads))
     return dq, dk, dv, *summed, dinitial
+
+
+def _from_end(
+    call: Operands, from_end: Operands, carried: Tensor, initial: Tensor | None, dfinal: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of states after segments, those before them if a walk is to write them, and of the initial ones."""
+    if call.segments.whole:
+        before = None if initial is None else torch.empty_like(initial)
+        return dfinal, before, before
+    update = call.new_states(call.segments.count)
+    _walk(from_end, back=True, leaving=update)
+    after, dinitial = scan(call, update, carried, dfinal, call.mode, back=True)
+    return after, None, dinitial
+
+
+def _shared_backward(
+    call: Operands, chunk: int, initial: Tensor | None, entering: Tensor, carried: Tensor, do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`backward` of heads that share queries and keys, with chunks of up to `chunk` tokens (`shared_grads.py`)."""
+    call = call._replace(walk=call.walk._replace(chunk=min(32, call.walk.chunk)))  # for what walks store, too
+    q, k, segments, heads, (batch, length, groups, key) = call.q, call.k, call.segments, call.heads, call.q.shape
+    tokens, tiles = batch * length, tiles_of(q, call.v, chunk)
+    every = tiles.chunk // call.walk.chunk
+    chunks = segments.count * (segments.length // tiles.chunk) if tokens else 0
+    narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    count, new = tokens // tiles.chunk + segments.count, functools.partial(q.new_empty, dtype=torch.float32)
+    states, after_chunks = call.new_states(count, narrow), call.new_states(count, narrow)
+    sums = call.sums if every == 1 else new_sums(q, do, call.gates)
+    longer = None if every == 1 else sums
+    start = initial if segments.whole else entering
+    _walk(call, entering=start, states=states, every=every, longer=longer)
+    from_end, dv = call._replace(q=k, k=q, v=do), torch.empty_like(do)
+    after, before, dinitial = _from_end(call, from_end, carried, initial, dfinal)
+    _walk(from_end, back=True, entering=after, out=dv, leaving=before, states=after_chunks, every=every)
+    each = heads_of_program(heads // groups, chunks * groups)
+    dq, dk = (grads_of_heads(x, heads // each) for x in (q, k))
+    (_, g), gain = call.gates, call.gain
+    dg, dgain = None if g is None else new(3, *g.shape), None if gain is None else new(gain.shape)
+    dskip = None if call.skip is None else new(chunks, heads)
+    if chunks * heads:
+        launch(shared_grads_kernel, (3 * heads // each, chunks))(
+            q, k, call.v, do, sums, states, after_chunks, g, gain, dq, dk, dg, dgain, dskip, segments.table,
+            call.scale, length, segments.length, segments.per_sequence, tokens, heads, heads // groups, each,
+            *(stride for x in (q, k, call.v) for stride in x.stride()[1:3]), **call.constants(tiles),
+        )  # fmt: skip
+    of_numbers = (dg, g, tokens * heads), (dgain, gain, tokens * heads), (dskip, call.skip, heads)
+    dq, dk, *rest = sums_of_parts((dq, q, key), (dk, k, key), *of_numbers)
+    return dq, dk, dv, None, *rest, dinitial

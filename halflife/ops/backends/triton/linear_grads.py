@@ -83,6 +83,16 @@ def share_of(reads, stride, inside, part, PARTS: tl.constexpr, READS: tl.constex
 
 @triton.jit
 @no_type_check
+def put_sums(within, read, left, passed, g, dg, rows, inside, C: tl.constexpr):
+    """Store the gradients of the log-decays of a chunk, or parts of them, from sums in which nothing cancels."""
+    index = tl.arange(0, C)
+    later = index[:, None] >= index[None, :]  # [i, t]
+    grad = tl.sum(tl.where(later, (within + read)[:, None], left[:, None]), 0) + passed
+    put_log_grad(dg, grad, g, rows, inside)
+
+
+@triton.jit
+@no_type_check
 def put_log_grads(
     within, across, gone, left_fast, left_slow, passed, met, stayed, sums, reads, part, stride, g_slow, g_fast, dg_slow,
     dg_fast, rows, inside, C: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr, READS: tl.constexpr,
@@ -97,11 +107,9 @@ def put_log_grads(
             within, across, gone, read_fast, read_slow, left_fast, left_slow, passed + met, met, stayed, reset, seg, C
         )
         put_log_grad(dg_slow, grad_slow, g_slow, rows, inside)
+        put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
     else:
-        index = tl.arange(0, C)
-        later = index[:, None] >= index[None, :]  # [i, t]; sums in which nothing cancels
-        grad_fast = tl.sum(tl.where(later, (within + read_fast)[:, None], left_fast[:, None]), 0) + passed
-    put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
+        put_sums(within, read_fast, left_fast, passed, g_fast, dg_fast, rows, inside, C)
 
 
 @triton.jit

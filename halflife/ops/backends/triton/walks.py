@@ -98,21 +98,22 @@ def factors(gain, token, cc, inside, h, H: tl.constexpr):
 @triton.jit
 @no_type_check
 def walk_kernel(
-    q, k, v, beside, sums, g_slow, g_fast, gain, skip, entering, out, leaving, carried, states, reads, table, scale, T,
-    LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr,
-    KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, SV: tl.constexpr, SB: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
-    BACK: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, beside, sums, longer, g_slow, g_fast, gain, skip, entering, out, leaving, carried, states, reads, table,
+    scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr,
+    QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, SV: tl.constexpr,
+    SB: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, EVERY: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The walk over a segment, for one head and BV columns of its state. What is None is not read or written.
 
     It starts from `entering`, or zeros, and writes `out`, the state after the segment and the factors of a state that
     passes it (`leaving`, `carried`). BACK walks from the end with the gradient of the state: k are queries and v the
     gradients of outputs. FLIPPED writes the gradients of queries: q are the gradients of outputs, k values and v keys,
-    and states in memory are transposed. It also writes the state entering every second chunk (`states`), and for each
-    token and state what it reads times the gradient (`reads`), for which it needs the queries (`beside`). The first
-    walk of a call is given log-decays, and stores their sums.
+    and states in memory are transposed. It also writes for each token and state what it reads times the gradient
+    (`reads`), for which it needs the queries (`beside`). `states` are those entering each EVERY chunks, or of BACK the
+    gradients of those after them. The first walk of a call is given log-decays, and stores their sums in chunks, and
+    in EVERY chunks (`longer`).
     """
     PARTS: tl.constexpr = (V + BV - 1) // BV
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
@@ -125,6 +126,8 @@ def walk_kernel(
     place = (segment.to(tl.int64) * H + h) * STATE
     if g_fast is not None:
         store_sums_of_segment(sums, g_slow, g_fast, first, tokens, h, TOKENS, H, C, MODE)
+        if longer is not None:
+            store_sums_of_segment(longer, g_slow, g_fast, first, tokens, h, TOKENS, H, EVERY * C, MODE)
     fast = tl.zeros([BK, BV], tl.float32)
     slow = tl.zeros([BK, BV], tl.float32)
     if entering is not None:
@@ -145,11 +148,18 @@ def walk_kernel(
         at = token if MODE == 0 else sums + h * TOKENS + token
         size = tl.minimum(C, tokens - index * C)
         if states is not None:
-            even = tl.where(index % 2 == 0, kk, K)  # columns outside of the state are not stored
-            here = states + ((token // (2 * C) + segment) * H + h) * STATE
-            store_state(here, tl.trans(fast), vv, even, V, K)
-            if MODE == 2:
-                store_state(here + K * V, tl.trans(slow), vv, even, V, K)
+            past = index % EVERY
+            stored = (past == EVERY - 1) | (step == 0) if BACK else past == 0
+            here = states + (((token - past * C) // (EVERY * C) + segment) * H + h) * STATE
+            rows = tl.where(stored, kk, K)  # those outside of the state are not stored
+            if FLIPPED:
+                store_state(here, tl.trans(fast), vv, rows, V, K)
+                if MODE == 2:
+                    store_state(here + K * V, tl.trans(slow), vv, rows, V, K)
+            else:
+                store_state(here, fast, rows, vv, K, V)
+                if MODE == 2:
+                    store_state(here + K * V, slow, rows, vv, K, V)
         if out is not None:
             qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
             if BACK:

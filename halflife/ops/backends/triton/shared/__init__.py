@@ -1,0 +1,1 @@
+"""Gradients of heads that share queries and keys."""
