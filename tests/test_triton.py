@@ -299,7 +299,7 @@ def test_a_card_is_known_by_its_tensor_cores(arch, kind, monkeypatch):
     assert segments.architecture() == kind
 
 
-@pytest.mark.parametrize(("kind", "states", "stages"), [("ampere", 2, 1), ("ampere", 1, 2), ("hopper", 2, 2)])
+@pytest.mark.parametrize(("kind", "states", "stages"), [("ampere", 2, 1), ("ampere", 1, 1), ("hopper", 2, 2)])
 def test_the_largest_states_fit_99_kb_of_shared_memory(kind, states, stages, monkeypatch):
     monkeypatch.setattr(delta, "architecture", lambda: kind)
     assert delta.settings_of("gradients", 256, 256, torch.bfloat16, states, 32).stages == stages

@@ -9,39 +9,36 @@ import torch
 import triton
 from torch import Tensor
 
-from halflife.ops.backends.triton.delta.adjoint import adjoint_kernel
-from halflife.ops.backends.triton.delta.gradients import gradients_kernel
+from halflife.ops.backends.triton.delta.gradients import gradients_kernel, parts_kernel
 from halflife.ops.backends.triton.delta.inverse import invert_kernel
 from halflife.ops.backends.triton.delta.join import join_kernel
 from halflife.ops.backends.triton.delta.written import write_kernel
 from halflife.ops.backends.triton.gates import GATE_RANK, precision_of
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.linear import Operands, new_sums, rows_of
-from halflife.ops.backends.triton.linear_grads import FOUND, log_grads_kernel
+from halflife.ops.backends.triton.linear_grads import FOUND
+from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.segments import Settings, architecture, block, make_segments
 from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
 CHUNK = 32  # tokens of a chunk: those of 16 need twice the states, those of 64 twice the bytes of inverses
 
-# Columns of a state in a walk, by states a head, for K and V up to 64, 128 and 256. Walks to the outputs of one small
-# state have 64 on Hopper.
+# Columns of a state in a walk, by states a head, for K and V up to 64, 128 and 256. Walks of one small state to outputs
+# or gradients have 64 on Hopper.
 _COLUMNS = {1: (32, 32, 16), 2: (32, 16, 16)}
 
 States = tuple[Tensor | None, Tensor | None]  # of all chunks, and the powers of two that they are multiplied with
 
 
 def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
-    """The settings of a kernel whose chunks have at most `most` tokens: a walk to "out" or "states", or "gradients"."""
-    chunk, exact = min(CHUNK, most), dtype == torch.float32
-    if kind == "gradients":
-        # Two stages of two states of 256 × 256 need 115 kB of shared memory, and many cards have 99.
-        single = exact or (states == 2 and value > 128 and architecture() == "ampere")
-        return Settings(chunk, 16, block(value, 256), 4 if value <= 128 else 8, 1 if single else 2)
-    largest = max(key, value)
+    """The settings of a walk to "out", "states" or "gradients", whose chunks have at most `most` tokens."""
+    exact, largest, card = dtype == torch.float32, max(key, value), architecture()
     columns = _COLUMNS[states][bool(largest > 64) + bool(largest > 128)]
-    if (kind, states) == ("out", 1) and largest <= 64 and not exact and architecture() == "hopper":
+    if kind != "states" and states == 1 and largest <= 64 and not exact and card == "hopper":
         columns = 64
-    return Settings(chunk, block(key, 256), block(value, columns), 4, 1 if exact else 2)
+    # Two stages of heads of 256 need 113 kB of shared memory, and many cards have 99.
+    single = kind == "gradients" and (card == "amd" or (card == "ampere" and largest > 128))
+    return Settings(min(CHUNK, most), block(key, 256), block(value, columns), 4, 1 if exact or single else 2)
 
 
 class Prepared(NamedTuple):
@@ -99,15 +96,14 @@ def _write(
         )  # fmt: skip
 
 
-def _adjoint(
-    call: Prepared, do: Tensor, entering: Tensor | None, leaving: Tensor | None, states: States = (None, None)
-) -> None:
-    """The walk from the end with the gradient of the state."""
+def _gradients(call: Prepared, do: Tensor, *given: Tensor | None, whole: bool) -> None:
+    """The walk from the end: with tiles for gradients of inputs (`whole`), or of the state alone."""
     x = call.operands
+    tiles = x.grads if whole else x.walk
     if x.segments.count * x.heads:
-        launch(adjoint_kernel, (x.heads * triton.cdiv(do.shape[3], x.walk.columns), x.segments.count))(
-            x.q, x.k, do, call.beta, call.inverse, x.sums, entering, leaving, *states, *x.tail(),
-            **x.constants(x.walk),
+        launch(gradients_kernel, (x.heads * triton.cdiv(do.shape[3], tiles.columns), x.segments.count))(
+            x.q, x.k, x.v, do, call.beta, call.inverse, x.sums, x.gates[1], *given,
+            *(None,) * (12 - len(given)), *x.tail(), COLUMNS=x.walk.columns, **x.constants(tiles),
         )  # fmt: skip
 
 
@@ -151,6 +147,37 @@ def forward(
     return out, final, entering, transition
 
 
+def _gradients_of_inputs(
+    call: Prepared, do: Tensor, after: Tensor | None, before: Tensor | None, states: States
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, beta and both log-decays, from the parts that blocks of columns have."""
+    x, beta = call.operands, call.beta
+    (batch, length, heads, value), key = do.shape, x.q.shape[3]
+    parts = triton.cdiv(value, x.grads.columns)
+    dq, dk = (grads_of_heads(given, heads * parts) for given in (x.q, x.k))
+    dv, dbeta = torch.empty_like(do), beta.new_empty(parts, *beta.shape)
+    if x.mode != GATE_RANK:
+        g_fast = x.gates[1]
+        dg_fast = None if g_fast is None else g_fast.new_empty(parts, *g_fast.shape)
+        _gradients(call, do, after, before, *states, dq, dk, dv, dbeta, dg_fast, whole=True)
+        of_numbers = [(given, like, beta.numel()) for given, like in ((dbeta, beta), (dg_fast, g_fast))]
+        dq, dk, dbeta, dg_fast = sums_of_parts((dq, x.q, key), (dk, x.k, key), *of_numbers)
+        return dq, dk, dv, dbeta, None, dg_fast
+    new = functools.partial(beta.new_empty, dtype=torch.float32)
+    found, reads = (new(parts, count, heads, batch * length) for count in (FOUND[x.mode], x.mode))
+    passes = new(batch * length // x.grads.chunk + x.segments.count, heads, parts, 3)
+    _gradients(call, do, after, before, *states, dq, dk, dv, dbeta, None, found, passes, reads, whole=True)
+    whole = [grads_of_heads(given, heads) for given in (x.q, x.k)]
+    whole += [torch.empty_like(given) for given in (beta, *x.gates) if given is not None]
+    if x.segments.count * heads:
+        table, _, _, each, per_sequence, tokens, *_ = x.tail()
+        launch(parts_kernel, (x.segments.count * (each // x.grads.chunk), heads))(
+            x.sums, found, passes, reads, *x.gates, *whole[3:], dq, dk, dbeta, *whole[:3], table, length, each,
+            per_sequence, tokens, heads, key, x.grads.chunk, x.mode, x.grads.rows, parts, num_warps=2,
+        )  # fmt: skip
+    return sum_of_heads(whole[0], x.q), sum_of_heads(whole[1], x.k), dv, *whole[2:]
+
+
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor | None, g_fast: Tensor | None,
     initial: Tensor | None, entering: Tensor, transition: Tensor, cu_seqlens: Tensor | None, scale: float,
@@ -158,34 +185,15 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, beta, both log-decays and the initial states. No `dfinal` is zeros."""
     call = prepare(q, k, v, beta, g_slow, g_fast, cu_seqlens, scale, chunk_size, "states")
-    x, heads, states, dstates = call.operands, v.shape[2], call.new_states(), call.new_states()
+    x, states = call.operands, call.new_states()
     if x.segments.whole:
-        dinitial = None if initial is None else torch.empty_like(initial)
+        after, before = dfinal, None if initial is None else torch.empty_like(initial)
+        dinitial = before
         _write(call, initial, states=states)
-        _adjoint(call, do, dfinal, dinitial, dstates)
     else:
         _write(call, entering, states=states)
         update = x.new_states(x.segments.count)
-        _adjoint(call, do, None, update)
-        after, dinitial = _join(call, update, transition, dfinal, back=True)
-        _adjoint(call, do, after, None, dstates)
-    dq, dk, dv, dbeta = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(beta)
-    dg_slow, dg_fast = (None if g is None else torch.empty_like(g) for g in x.gates)
-    found = passes = reads = None
-    if x.mode == GATE_RANK:
-        (batch, length), new = v.shape[:2], functools.partial(q.new_empty, dtype=torch.float32)
-        found, reads = (new(count, heads, batch * length) for count in (FOUND[x.mode], x.mode))
-        passes = new(batch * length // x.grads.chunk + x.segments.count, heads, 3)
-    if x.segments.count * heads:
-        chunks = x.segments.count * (x.segments.length // x.grads.chunk)
-        launch(gradients_kernel, (chunks * heads,))(
-            x.q, x.k, x.v, do, beta, call.inverse, x.sums, x.gates[1], *states, *dstates, dq, dk, dv, dbeta,
-            dg_fast, found, passes, reads, *x.tail(), COLUMNS=x.walk.columns, **x.constants(x.grads),
-        )  # fmt: skip
-        if x.mode == GATE_RANK:
-            table, _, length, each, per_sequence, tokens, *_ = x.tail()
-            launch(log_grads_kernel, (chunks, heads))(
-                x.sums, found, passes, reads, *x.gates, dg_slow, dg_fast, table, length, each, per_sequence, tokens,
-                heads, x.grads.chunk, x.mode, 1, num_warps=1,
-            )  # fmt: skip
-    return sum_of_heads(dq, q), sum_of_heads(dk, k), dv, dbeta, dg_slow, dg_fast, dinitial
+        _gradients(call, do, None, update, whole=False)
+        (after, dinitial), before = _join(call, update, transition, dfinal, back=True), None
+    found = _gradients_of_inputs(call, do, after, before, states)
+    return *found, dinitial
