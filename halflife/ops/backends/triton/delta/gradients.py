@@ -130,6 +130,7 @@ def gradients_kernel(
             dscores = rounded(us, tl.trans(dos), tl.zeros([C, C], tl.float32), q, PRECISION) * decays * scale
             system = rounded(us, rs, tl.zeros([C, C], tl.float32), q, PRECISION)
             system = tl.where(cc[:, None] < cc[None, :], -system * decays, 0.0)
+            ks = load(keys_at, cc, kk, inside, KT, K, BK)
             overlap = dot(ks, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
             dstrength += tl.sum(system * overlap, 0)
             tl.store(dbeta + part * H * TOKENS + rows, dstrength.to(dbeta.dtype.element_ty), mask=inside)

@@ -36,6 +36,8 @@ def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int
     columns = _COLUMNS[states][bool(largest > 64) + bool(largest > 128)]
     if kind != "states" and states == 1 and largest <= 64 and not exact and card == "hopper":
         columns = 64
+    if kind == "gradients" and card == "amd":
+        columns = 16
     # Two stages of heads of 256 need 113 kB of shared memory, and many cards have 99.
     single = kind == "gradients" and (card == "amd" or (card == "ampere" and largest > 128))
     return Settings(min(CHUNK, most), block(key, 256), block(value, columns), 4, 1 if exact or single else 2)
