@@ -45,6 +45,24 @@ def shapes():
     core.dtype.__eq__ = lambda self, other: self is other or same(self, other)
 
 
+def rounding():
+    """bfloat16 is rounded to the nearest number, as a GPU does, where the interpreter cuts bits off."""
+    from triton.runtime import interpreter
+
+    other = interpreter._convert_float
+
+    def convert(x, given, wanted, mode):
+        if (given.name, wanted.name) == ("bf16", "fp32"):
+            return x.view(np.uint16).astype(np.uint32) << 16
+        if (given.name, wanted.name) != ("fp32", "bf16"):
+            return other(x, given, wanted, mode)
+        bits = x.view(np.uint32)
+        nearest = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(x), 0x7FC0, nearest).astype(np.uint16)
+
+    interpreter._convert_float = convert
+
+
 def interpreter():
     """Prepare `triton.language` once a launch, not at each call inside it too, and look up each type once."""
     from triton.runtime import interpreter
@@ -76,3 +94,4 @@ def interpreter():
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
     interpreter.InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
     shapes()
+    rounding()

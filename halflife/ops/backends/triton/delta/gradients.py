@@ -10,7 +10,7 @@ values U are computed again (see `written.py`), and the adjoint R of the system,
 
 with the weights w of queries and l of keys of `gates.py`. dSᵀ and Wᵀ are computed in place of dS and W, some parts of
 dK as dKᵀ, and R as Rᵀ, so that no result of a product is an operand's transpose (see `gates.py`). G, U and R have the
-precision of `product`, and what is only a part of a result has that of `walks.py`.
+precision of `product`, as dS has; what else is only a part of a result has that of `walks.py`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def gradients_kernel(
             # dSᵀ and Wᵀ
             decays = stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE, True)
             dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
-            dscores = rounded(us, tl.trans(dos), tl.zeros([C, C], tl.float32), q, PRECISION) * decays * scale
+            dscores = product(us, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION) * decays * scale
             system = rounded(us, rs, tl.zeros([C, C], tl.float32), q, PRECISION)
             system = tl.where(cc[:, None] < cc[None, :], -system * decays, 0.0)
             ks = load(keys_at, cc, kk, inside, KT, K, BK)
@@ -153,8 +153,8 @@ def gradients_kernel(
             state = load_scaled(state_at, power, vv, kk, there, K, BK)
             dos = load(do + (token * H + h) * V, cc, vv, inside, H * V, V, BV)
             dqs = rounded(dos, state, tl.zeros([C, BK], tl.float32), q, PRECISION) * (weight * scale)[:, None]
+            qs = load(queries_at, cc, kk, inside, QT, K, BK)
             if MODE != 0:
-                qs = load(queries_at, cc, kk, inside, QT, K, BK)
                 read_fast += tl.sum(dqs * qs.to(tl.float32), 1)
             if MODE == 2:
                 state = load_scaled(state_at + K * V, power + SCALED, vv, kk, there, K, BK)
@@ -166,7 +166,7 @@ def gradients_kernel(
                 tl.store(numbers, read_fast, mask=inside)
                 tl.store(numbers + H * TOKENS, read_slow, mask=inside)
             ks = load(keys_at, cc, kk, inside, KT, K, BK)
-            dqs += tl.trans(rounded(tl.trans(ks), dscores, tl.zeros([BK, C], tl.float32), q, PRECISION))
+            dqs += tl.trans(product(tl.trans(ks), dscores, tl.zeros([BK, C], tl.float32), PRECISION))
             store(dq + ((token * H + h) * PARTS + part) * K, dqs, cc, kk, inside, STRIDE, K, BK)
 
             # dK
@@ -191,8 +191,8 @@ def gradients_kernel(
                 numbers = found + ((part * 5 + 1) * H + h) * TOKENS + token + cc
                 tl.store(numbers, left_fast, mask=inside)
                 tl.store(numbers + H * TOKENS, tl.sum(more * ks.to(tl.float32), 1), mask=inside)
-            qs = load(queries_at, cc, kk, inside, QT, K, BK)
-            dks = rounded(dscores, qs, dks, q, PRECISION)
+            dks = product(dscores, qs, dks, PRECISION)
+            ks = load(keys_at, cc, kk, inside, KT, K, BK)
             dks = rounded(system, ks, dks, q, PRECISION)
             dks_t = rounded(tl.trans(ks), system, dks_t, q, PRECISION)
             store(dk + ((token * H + h) * PARTS + part) * K, dks + tl.trans(dks_t), cc, kk, inside, STRIDE, K, BK)

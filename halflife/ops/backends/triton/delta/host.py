@@ -23,9 +23,18 @@ from halflife.ops.chunked.groups import grads_of_heads, sum_of_heads
 
 CHUNK = 32  # tokens of a chunk: those of 16 need twice the states, those of 64 twice the bytes of inverses
 
-# Columns of a state in a walk, by states a head, for K and V up to 64, 128 and 256. Walks of one small state to outputs
-# or gradients have 64 on Hopper.
+# Columns of a state in a walk, by states a head, for K and V up to 64, 128 and 256. Walks to the outputs of one small
+# state have 64 on Hopper.
 _COLUMNS = {1: (32, 32, 16), 2: (32, 16, 16)}
+# The same in the walk to gradients, with the warps of a program, by architecture.
+_GRADIENTS = {
+    1: {
+        "hopper": ((64, 4), (32, 4), (32, 8)), "ampere": ((32, 4), (32, 8), (16, 8)), "amd": ((32, 4), (16, 4), (16, 4))
+    },
+    2: {
+        "hopper": ((32, 4), (64, 8), (16, 8)), "ampere": ((32, 4), (16, 4), (16, 8)), "amd": ((32, 4), (16, 4), (16, 4))
+    },
+}  # fmt: skip
 
 States = tuple[Tensor | None, Tensor | None]  # of all chunks, and the powers of two that they are multiplied with
 
@@ -33,14 +42,16 @@ States = tuple[Tensor | None, Tensor | None]  # of all chunks, and the powers of
 def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
     """The settings of a walk to "out", "states" or "gradients", whose chunks have at most `most` tokens."""
     exact, largest, card = dtype == torch.float32, max(key, value), architecture()
-    columns = _COLUMNS[states][bool(largest > 64) + bool(largest > 128)]
-    if kind != "states" and states == 1 and largest <= 64 and not exact and card == "hopper":
+    size, warps, single = bool(largest > 64) + bool(largest > 128), 4, exact
+    columns = _COLUMNS[states][size]
+    if kind == "gradients":
+        most_columns, warps = _GRADIENTS[states][card][size]
+        columns = min(columns, most_columns) if exact else most_columns
+        # Two stages of heads of 256 need more than 99 kB of shared memory, which many cards have.
+        single = exact or card == "amd" or (largest > 128 and card == "ampere")
+    elif (kind, states, card) == ("out", 1, "hopper") and largest <= 64 and not exact:
         columns = 64
-    if kind == "gradients" and card == "amd":
-        columns = 16
-    # Two stages of heads of 256 need 113 kB of shared memory, and many cards have 99.
-    single = kind == "gradients" and (card == "amd" or (card == "ampere" and largest > 128))
-    return Settings(min(CHUNK, most), block(key, 256), block(value, columns), 4, 1 if exact or single else 2)
+    return Settings(min(CHUNK, most), block(key, 256), block(value, columns), warps, 1 if single else 2)
 
 
 class Prepared(NamedTuple):
@@ -102,10 +113,11 @@ def _gradients(call: Prepared, do: Tensor, *given: Tensor | None, whole: bool) -
     """The walk from the end: with tiles for gradients of inputs (`whole`), or of the state alone."""
     x = call.operands
     tiles = x.grads if whole else x.walk
+    small = {"matrix_instr_nonkdim": 16} if architecture() == "amd" else {}  # products that hold fewer registers
     if x.segments.count * x.heads:
         launch(gradients_kernel, (x.heads * triton.cdiv(do.shape[3], tiles.columns), x.segments.count))(
             x.q, x.k, x.v, do, call.beta, call.inverse, x.sums, x.gates[1], *given,
-            *(None,) * (12 - len(given)), *x.tail(), COLUMNS=x.walk.columns, **x.constants(tiles),
+            *(None,) * (12 - len(given)), *x.tail(), COLUMNS=x.walk.columns, **x.constants(tiles), **small,
         )  # fmt: skip
 
 
