@@ -40,8 +40,8 @@ MODES = ("none", "scalar", "gate_rank")
 SCALE = 0.3
 
 # The worst errors measured over this file's cases (interpreted), relative to the largest entry of a tensor. Four times
-# that is allowed. bfloat16 and float16 also round the weighted operands of products. The worst case of the delta rule in
-# float32 is the repetition of one key.
+# that is allowed. bfloat16 and float16 also round the weighted operands of products. The worst case of the delta rule
+# in float32 is the repetition of one key.
 WORST = {
     "linear": {torch.float32: 9.0e-7, torch.bfloat16: 8.8e-3, torch.float16: 5.2e-4},
     "delta": {torch.float32: 1.9e-6, torch.bfloat16: 7e-3, torch.float16: 3.3e-4},

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from halflife.ops.backends.triton.delta.pairs import by_pair, load_scaled, load_triangle, pair_by, product
-from halflife.ops.backends.triton.gates import dot, pair_sums, put_log_grad
-from halflife.ops.backends.triton.linear_grads import put_log_grads, share_of
+from halflife.ops.backends.triton.gates import dot, pair_sums
+from halflife.ops.backends.triton.linear_grads import put_log_grads, put_sums, share_of
 from halflife.ops.backends.triton.segments import chunk_tokens, segment_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
 from halflife.ops.backends.triton.walks import load, load_state, store, store_state
@@ -201,9 +201,8 @@ def gradients_kernel(
         kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
         if states is not None:
             if MODE == 1:
-                later = cc[:, None] >= cc[None, :]  # [i, t]; sums in which nothing cancels
-                grad_fast = tl.sum(tl.where(later, (within + read_fast)[:, None], left_fast[:, None]), 0)
-                put_log_grad(dg_fast + part * H * TOKENS, grad_fast + kept * passed, g_fast, rows, inside)
+                here_fast = dg_fast + part * H * TOKENS
+                put_sums(within, read_fast, left_fast, kept * passed, g_fast, here_fast, rows, inside, C)
             if MODE == 2:
                 chunk = passes + (here * PARTS + part) * 3
                 tl.store(chunk, kept * passed)
