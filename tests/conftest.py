@@ -36,6 +36,9 @@ install("halflife")
 # Scripts of the documents and benchmarks are tested too.
 sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("docs", "benchmarks")]
 
+# No file of a test must outlive a power cut, and a worker would wait 2,000 times for its disk.
+os.fsync = lambda descriptor: None
+
 # A shell starts what ends in `&` with Ctrl-C ignored, and halflife leaves an ignored signal so.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,11 +79,14 @@ def _seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def _short():
-    """Runs write short samples at their ends, and measure the rate of the machine with a small product."""
+    """Runs end with short samples and figures of one format, and measure the machine's rate with a small product."""
+    from halflife.report import redraw
     from halflife.runs import samples
     from halflife.training import speed
 
     samples.SAMPLE_TOKENS, speed.GEMM_SECONDS = 20, 1e-6
+    save = redraw.save_figures
+    redraw.save_figures = lambda run, data, formats=("png",): save(run, data, formats)
 
 
 @pytest.fixture(scope="session")

@@ -235,7 +235,7 @@ def test_fits(op, granularity, machine):
     ({"key": 8}, "K is 8"),
     ({"key": 17}, "K is 17"),
     ({"value": 6}, "V is 6"),
-    ({"batch": 3, "heads": 30_000, "length": 1}, "90000"),
+    ({"batch": 3, "heads": 30_000, "length": 1, "key": 16, "value": 16}, "90000"),
 )
 def test_shapes_and_dtypes_refused(op, change, message, machine):
     machine()

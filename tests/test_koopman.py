@@ -558,7 +558,7 @@ def test_gradcheck(normalization):
         options = {"gamma": gamma, "mix": mix, "chunk_size": 2, "ridge": 0.1, "normalization": normalization}
         return koopman_attention(q, k, v, **options)[0]
 
-    assert torch.autograd.gradcheck(run, [*x, *settings])
+    assert torch.autograd.gradcheck(run, [*x, *settings], fast_mode=True)
 
 
 needs_native = pytest.mark.skipif("native" not in FORMS, reason="the native kernels are not built here")

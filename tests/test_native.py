@@ -45,7 +45,7 @@ def threads(count):
 @pytest.mark.parametrize(("granularity", "heads"), [("scalar", 1), ("vector", 3)])
 def test_threads_change_no_bit(op, granularity, dtype, heads):
     """One head is cut over chunks and columns of the state, three are cut over heads."""
-    arguments = rounded(op_inputs(op, granularity, 1100, heads=heads, key=20, value=40), dtype)
+    arguments = rounded(op_inputs(op, granularity, 300, heads=heads, key=20, value=40), dtype)
     check_threads(op, arguments, (1, 2, 2))
 
 

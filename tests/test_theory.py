@@ -53,7 +53,9 @@ def inputs(tmp_path_factory):
 def made(inputs):
     folder = inputs / "out"
     files = ["--text", str(inputs / "text.txt"), "--runs", str(inputs / "run"), "--output", str(folder)]
-    with (inputs / "printed.txt").open("w") as printed, redirect_stdout(printed):
+    with (inputs / "printed.txt").open("w") as printed, redirect_stdout(printed), pytest.MonkeyPatch.context() as few:
+        few.setattr(minimax, "FURTHER_STARTS", ())  # of searches, of which each takes a third of a second
+        few.setattr(minimax, "_FOUND", {})
         main(["theory", *SIZES, *files])
     return folder
 

@@ -71,9 +71,9 @@ class Mamba2Decay(SpectralDecay):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.A_log is not None:
+        if self.A_log is not None and not self.A_log.is_meta:
             self.A_log.copy_(self._initial_rates(self.A_log).log())
-        if self.dt_bias is not None:
+        if self.dt_bias is not None and not self.dt_bias.is_meta:
             step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
             fixed = (self.under_post or self.rate_start == "geometric") and self.step_bias != "random"
             self.dt_bias.copy_(inverse_softplus(step.fill_(self.POST_STEP) if fixed else step))

@@ -48,9 +48,9 @@ class RWKV7Decay(SpectralDecay):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.zigzag is not None:
+        if self.zigzag is not None and not self.zigzag.is_meta:
             self.zigzag.copy_(2.5 * zigzag(*self.shape))
-        if self.logit is not None:
+        if self.logit is not None and not self.logit.is_meta:
             depth = self.layer_idx / max(self.num_layers - 1, 1)
             channels = math.prod(self.shape)
             rise = (torch.arange(channels, dtype=torch.float32) / max(channels - 1, 1)) ** (1 + depth**0.3)

@@ -157,6 +157,8 @@ class RWKV7(Shifting):
 
     @torch.no_grad()
     def _reset_vectors(self) -> None:
+        if self.a0.is_meta:
+            return
         for name, exponent in _SHIFTS.items():
             self.mu[name].copy_(_shift_start(len(self.mu[name]), exponent * (1 - self.depth)))
         size = len(self.a0)
@@ -298,7 +300,8 @@ class RWKV7ChannelMix(Shifting):
 
     @torch.no_grad()
     def _reset_shift(self) -> None:
-        self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
+        if not self.mu.is_meta:
+            self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         weight = None if x.is_cpu else weight_of(self.v_proj)

@@ -245,6 +245,8 @@ class LanguageModel(Backbone):
 
     def reset_parameters(self) -> None:
         """Draw every parameter again, each module by its own law; also works after construction on the meta device."""
+        if self.embedding.weight.is_meta:
+            return
         reset(self)
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
         if self.config.initialization == "rwkv7_released":
