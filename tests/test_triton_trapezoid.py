@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from helpers import assert_close, generator
-from pairwise import crossed
+from pairwise import crossed, slow_beyond
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
@@ -134,7 +134,8 @@ LAYERS = {
 }
 
 
-@crossed(strength=1, name=LAYERS, bounds=[None, [0, 5, 5, 9]], cut=[False, True])
+@pytest.mark.parametrize("name", slow_beyond(["mamba3", "mamba3_echo"], LAYERS))
+@crossed(strength=1, bounds=[None, [0, 5, 5, 9]], cut=[False, True])
 def test_layers(name, bounds, cut):
     """Whole layers with all kernels, in one piece, or continued from the states of the first piece."""
     layer = layers.build(name.split(",")[0], hidden_size=12, num_heads=2, chunk_size=16, **LAYERS[name])
