@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, generator, leaves, relative_error
+from pairwise import slow_beyond
 
 from halflife import ops
 from halflife.ops.backends.dispatch import CannotRun, available_backends, registered, run_pass
@@ -165,7 +166,7 @@ NATIVE = [name for name in OPS.names() if "native" in available_backends(name)]
 LEAST = 2e-6  # what float32 itself loses; Koopman attention's is in proportion to the condition number of its sums
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", slow_beyond(["bfloat16"], NARROW))
 @pytest.mark.parametrize("op", NATIVE)
 def test_native_kernels_round_no_more_than_chunks(op, dtype):
     """In 16 bits the kernels read and write rounded numbers. All sums, states and products between are float32."""

@@ -195,6 +195,7 @@ def test_an_error_about_a_package_says_what_installs_it(monkeypatch):
     assert_raises(ImportError, r"^x needs nosuch: ", require, "x", "numpy", "nosuch")
 
 
+@pytest.mark.slow
 def test_the_core_runs_without_extras_and_the_command_line_without_the_other_extras(archives, requirements, tmp_path):
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     packages, programs = next(tmp_path.glob("bare/lib/python*/site-packages")), tmp_path / "bare" / "bin"

@@ -157,6 +157,7 @@ def test_a_wrong_table_is_refused(wanted, message):
     assert_raises(ValueError, message, tables.table, {**GLA, **wanted})
 
 
+@pytest.mark.slow
 def test_the_overview_is_that_of_its_files():
     """`overview.json` says what the files of results say, beside the speeds."""
     data = json.loads((DOCS / "results" / "overview.json").read_text(encoding="utf-8"))
