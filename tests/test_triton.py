@@ -23,7 +23,7 @@ from helpers import (
     slow_after_resets,
     with_grads,
 )
-from pairwise import crossed
+from pairwise import crossed, slow_beyond
 
 from halflife.ops.backends import triton as kernels
 
@@ -43,8 +43,8 @@ SCALE = 0.3
 # that is allowed. bfloat16 and float16 also round the weighted operands of products. The worst case of the delta rule
 # in float32 is the repetition of one key.
 WORST = {
-    "linear": {torch.float32: 9.0e-7, torch.bfloat16: 8.8e-3, torch.float16: 5.2e-4},
-    "delta": {torch.float32: 1.9e-6, torch.bfloat16: 7e-3, torch.float16: 3.3e-4},
+    "linear": {torch.float32: 9.0e-7, torch.bfloat16: 6.5e-3, torch.float16: 5.2e-4},
+    "delta": {torch.float32: 1.9e-6, torch.bfloat16: 3.8e-3, torch.float16: 3.3e-4},
 }
 
 
@@ -383,6 +383,14 @@ def test_resets(update, resets):
 def test_decays(case, where):
     (update, decay), (mode, state) = case, where
     check(update, inputs(update, mode, 40, **{state: DECAYS[decay]}))
+
+
+@pytest.mark.parametrize("decay", slow_beyond(["some -1000.0", "some -inf"], DECAYS))
+def test_decays_of_heads_that_share_keys(decay):
+    given = inputs("linear", "scalar", 40, heads=4, fast=DECAYS[decay], gain=True)
+    given |= {name: given[name][:, :, :1] for name in "qk"}
+    gradient = check("linear", given)["dg"]
+    assert gradient[given["g"] <= -1000].count_nonzero() == 0  # exactly, as terms that cancel would not be
 
 
 def test_decays_of_both_states():
