@@ -240,7 +240,7 @@ def token_by_kernel(layer, x, state):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", slow_beyond(["mamba2+post+gate_rank", "gated_deltanet+gate_rank", "kda"], LAYERS))
+@pytest.mark.parametrize("name", slow_beyond(["mamba2+post+gate_rank", "gated_deltanet", "rwkv7+post"], LAYERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_of_a_layer(name, dtype, monkeypatch):
     """From the projection to the next states, against float64, for sequences at different positions."""
