@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "halflife"
 
 # Floors from the lowest to the highest. A part may import lower floors and the parts named beside it.
 FLOORS = (
-    ("shapes", "registry", "files", "precision", "packing", "extras", "extensions"),
+    ("shapes", "registry", "files", "initial", "precision", "packing", "extras", "extensions"),
     ("ops", "position", "tasks"),
     ("decay",),
     ("layers",),

@@ -17,7 +17,7 @@ from helpers import (
     slices,
     unchecked,
 )
-from pairwise import crossed
+from pairwise import crossed, slow_beyond
 
 from halflife.ops import available_backends
 from halflife.ops.backends.native.koopman import why_not
@@ -549,7 +549,9 @@ def test_a_factorisation_that_fails_is_repeated_and_counted(backend):
 
 
 @pytest.mark.parametrize("normalization", ["causal", pytest.param("sequence", marks=pytest.mark.slow), "trace"])
-def test_gradcheck(normalization):
+@pytest.mark.parametrize("fast", slow_beyond([True], [True, False]))
+def test_gradcheck(normalization, fast):
+    """Along random directions, and entry by entry."""
     x = inputs(6, batch=1, grad=True)
     settings = [torch.tensor([1.1, 1.4], dtype=torch.float64, requires_grad=True),
                 torch.tensor([0.3, 0.9], dtype=torch.float64, requires_grad=True)]  # fmt: skip
@@ -558,7 +560,7 @@ def test_gradcheck(normalization):
         options = {"gamma": gamma, "mix": mix, "chunk_size": 2, "ridge": 0.1, "normalization": normalization}
         return koopman_attention(q, k, v, **options)[0]
 
-    assert torch.autograd.gradcheck(run, [*x, *settings], fast_mode=True)
+    assert torch.autograd.gradcheck(run, [*x, *settings], fast_mode=fast)
 
 
 needs_native = pytest.mark.skipif("native" not in FORMS, reason="the native kernels are not built here")

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halflife import LanguageModel, Session, preset
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.evaluation import evaluating, language
+from halflife.initial import draws
 from halflife.layers import init
 from halflife.layers.rwkv7 import RWKV7, LoRA
 from halflife.layers.ska import SKA
@@ -226,6 +227,27 @@ def test_laws():
     assert not init.drawn(8, 4, init.zero_bias, bias=True).bias.any()
     with torch.device("meta"):
         assert init.drawn(8, 4, init.orthogonal).weight.is_meta
+
+
+class Ones(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.x, self.calls = nn.Parameter(torch.empty(2)), 0
+        self.reset_parameters()
+
+    @draws
+    def reset_parameters(self):
+        self.calls += 1
+        self.x.fill_(1)
+
+
+def test_nothing_is_drawn_on_the_meta_device():
+    with torch.device("meta"):
+        module = Ones()
+    assert module.calls == 0
+    module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert module.x.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", PRESETS)

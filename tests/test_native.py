@@ -43,9 +43,10 @@ def threads(count):
 @each_op
 @each_dtype
 @pytest.mark.parametrize(("granularity", "heads"), [("scalar", 1), ("vector", 3)])
-def test_threads_change_no_bit(op, granularity, dtype, heads):
+@pytest.mark.parametrize("length", slow_beyond([300], [300, 1100]))
+def test_threads_change_no_bit(op, granularity, dtype, heads, length):
     """One head is cut over chunks and columns of the state, three are cut over heads."""
-    arguments = rounded(op_inputs(op, granularity, 300, heads=heads, key=20, value=40), dtype)
+    arguments = rounded(op_inputs(op, granularity, length, heads=heads, key=20, value=40), dtype)
     check_threads(op, arguments, (1, 2, 2))
 
 

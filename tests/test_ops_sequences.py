@@ -30,7 +30,7 @@ def piece(arguments, tokens, state):
     return {**parts, "initial_state": state}
 
 
-@settings(max_examples=8, deadline=None, database=None, derandomize=True)
+@settings(max_examples=15, deadline=None, database=None, derandomize=True)
 @given(st.lists(st.integers(0, 40), max_size=5).map(sorted), st.sampled_from([1, 4, 16]))
 @each_op
 @each_granularity
@@ -45,7 +45,7 @@ def test_cut_anywhere_equals_uncut(op, granularity, cuts, chunk_size):
     assert_close(got, with_grads(OPS[op](**arguments, **options), arguments), EXACT)
 
 
-@settings(max_examples=5, deadline=None, database=None, derandomize=True)
+@settings(max_examples=8, deadline=None, database=None, derandomize=True)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.sampled_from([1, 4, 16]))
 @each_op
 @each_granularity

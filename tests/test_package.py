@@ -20,7 +20,7 @@ import pytest
 import yaml
 from helpers import assert_raises
 from packaging.requirements import Requirement
-from test_house import MODULES
+from test_house import MODULES, imports
 
 import halflife
 from halflife.extras import EXTRAS, install, missing, require
@@ -166,8 +166,7 @@ def test_the_base_needs_three_packages_and_torch_has_no_upper_cap(requirements):
 
 
 def test_every_package_that_is_imported_has_an_extra_that_installs_it(requirements):
-    lines = re.compile(r"^ *(?:from (\w+)[\w.]* import |import (\w+)[\w.]*(?: as \w+)?$)", re.M)
-    used = {name for path in MODULES for names in lines.findall(path.read_text()) for name in names} - {""}
+    used = {name.partition(".")[0] for path in MODULES for name in imports(path)}
     base = {"torch", "numpy", "safetensors", "halflife", *sys.stdlib_module_names}
     assert used - base - ANNOTATIONS_AND_BACKENDS <= EXTRAS.keys()
     owners = metadata.packages_distributions()

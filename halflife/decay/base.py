@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.initial import draws
 from halflife.ops.laws import Law, Product, Spectrum, Unevaluated, log_decay, log_stretch
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -235,7 +236,7 @@ class ConstantDecay(Decay):
         else:
             self.register_buffer("log_rate", torch.empty(self.shape))
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         if self.log_rate is not None:
             self.log_rate.copy_(self.rates().log())

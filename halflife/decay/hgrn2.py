@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, Decay, DecayParts
+from halflife.initial import draws
 
 
 @DECAYS.add("hgrn2")
@@ -31,7 +32,7 @@ class HGRN2Decay(Decay):
         """Whether this layer has logits."""
         return self.layer_idx > 0
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         if self.bound_logits is not None:
             self.bound_logits.zero_()

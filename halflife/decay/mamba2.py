@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from halflife.decay.base import DECAYS, Decay, DecayParts
 from halflife.decay.minimax import geometric_rates
 from halflife.decay.spectral import SpectralDecay, check_rate_start
+from halflife.initial import draws
 from halflife.ops.laws import Law
 from halflife.packing import Packing
 from halflife.precision import inverse_softplus
@@ -69,11 +70,11 @@ class Mamba2Decay(SpectralDecay):
             self.dt_bias = nn.Parameter(torch.empty(self.shape)) if self.has_step_bias else None
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
-        if self.A_log is not None and not self.A_log.is_meta:
+        if self.A_log is not None:
             self.A_log.copy_(self._initial_rates(self.A_log).log())
-        if self.dt_bias is not None and not self.dt_bias.is_meta:
+        if self.dt_bias is not None:
             step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
             fixed = (self.under_post or self.rate_start == "geometric") and self.step_bias != "random"
             self.dt_bias.copy_(inverse_softplus(step.fill_(self.POST_STEP) if fixed else step))

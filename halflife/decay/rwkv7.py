@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS
 from halflife.decay.spectral import SpectralDecay
+from halflife.initial import draws
 from halflife.ops.laws import Law, Product
 
 FASTEST_RATE = math.exp(-0.5)  # the upper limit of all rates
@@ -46,11 +47,11 @@ class RWKV7Decay(SpectralDecay):
         self.zigzag = None
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
-        if self.zigzag is not None and not self.zigzag.is_meta:
+        if self.zigzag is not None:
             self.zigzag.copy_(2.5 * zigzag(*self.shape))
-        if self.logit is not None and not self.logit.is_meta:
+        if self.logit is not None:
             depth = self.layer_idx / max(self.num_layers - 1, 1)
             channels = math.prod(self.shape)
             rise = (torch.arange(channels, dtype=torch.float32) / max(channels - 1, 1)) ** (1 + depth**0.3)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS
 from halflife.decay.spectral import SpectralDecay, no_base_rates
+from halflife.initial import draws
 from halflife.ops.laws import Law
 from halflife.precision import inverse_softplus
 
@@ -31,7 +32,7 @@ class SimpleDecay(SpectralDecay):
         self.delta = nn.Parameter(torch.empty(self.shape)) if p else None
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         if self.delta is not None:
             self.delta.fill_(math.log(self.p / (1 - self.p)))

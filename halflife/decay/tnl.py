@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, ConstantDecay
 from halflife.decay.spectral import SpectralDecay
+from halflife.initial import draws
 
 
 @DECAYS.add("tnl")
@@ -82,7 +83,7 @@ class ReleasedLearnableTNLDecay(SpectralDecay):
         self.rate: nn.Parameter | None = nn.Parameter(torch.empty(self.shape))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         if self.rate is not None:
             self.rate.copy_(released_rates(self.num_heads, self.layer_idx, self.num_layers))

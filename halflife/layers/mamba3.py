@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay import Decay, DecayParts
+from halflife.initial import draws
 from halflife.layers.mamba2 import Skip
 from halflife.layers.memory.choice import HasMemory, OneOrGateRank, one_state
 from halflife.layers.memory.mimo import MIMO
@@ -202,7 +203,7 @@ class ChosenRateDecay(Decay):
         self.dt_bias = nn.Parameter(torch.empty(self.shape)) if step_bias else None
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         if self.dt_bias is not None:
             self.dt_bias.copy_(inverse_softplus(self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.initial import draws
 from halflife.ops.fused import swiglu, swiglu_linear
 from halflife.ops.linear import weight_of
 from halflife.ops.recurrent import maps_of_norm, takes_map
@@ -27,7 +28,7 @@ class Eigenvalues(Float32Module):
         self.modulus_logit, self.angle = nn.Parameter(torch.empty(pairs)), nn.Parameter(torch.empty(pairs))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         self.modulus_logit.fill_(math.log(self.MODULUS / (1 - self.MODULUS)))
         self.angle.copy_(torch.linspace(0, math.pi, len(self.angle)))
@@ -50,7 +51,7 @@ class ClampedEigenvalues(Float32Module):
         self.real, self.imaginary = nn.Parameter(torch.empty(pairs)), nn.Parameter(torch.empty(pairs))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         angle = torch.linspace(0, math.pi, len(self.real))
         self.real.copy_(angle.cos())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.rwkv7 import zigzag
+from halflife.initial import draws
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
@@ -45,7 +46,7 @@ class LoRA(nn.Module):
         self.up = nn.Parameter(torch.empty(outputs, rank))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         self.down.zero_()
         self.up.copy_(nn.init.orthogonal_(torch.empty_like(self.up, dtype=torch.float32), gain=0.1))
@@ -155,10 +156,8 @@ class RWKV7(Shifting):
         self._reset_vectors()
         reset(self, self.initial)
 
-    @torch.no_grad()
+    @draws
     def _reset_vectors(self) -> None:
-        if self.a0.is_meta:
-            return
         for name, exponent in _SHIFTS.items():
             self.mu[name].copy_(_shift_start(len(self.mu[name]), exponent * (1 - self.depth)))
         size = len(self.a0)
@@ -298,10 +297,9 @@ class RWKV7ChannelMix(Shifting):
         self._reset_shift()
         reset(self, self.initial)
 
-    @torch.no_grad()
+    @draws
     def _reset_shift(self) -> None:
-        if not self.mu.is_meta:
-            self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
+        self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         weight = None if x.is_cpu else weight_of(self.v_proj)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.initial import draws
 from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run
@@ -30,7 +31,7 @@ class ToeplitzKernel(Float32Module):
         self.read, self.write, self.log_rate = (nn.Parameter(torch.empty(num_heads, size)) for _ in range(3))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         size = self.read.shape[-1]
         nn.init.zeros_(self.read)
@@ -98,7 +99,7 @@ class HeadDecay(Float32Module):
         self.logit = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife import layers
+from halflife.initial import draws
 from halflife.layers import Mixer, Shared, SharedTensors, State
 from halflife.layers.init import reset
 from halflife.layers.parts import is_watched, normed, set_backend
@@ -243,10 +244,9 @@ class LanguageModel(Backbone):
             set_backend(part, backend)
         self.reset_parameters()
 
+    @draws
     def reset_parameters(self) -> None:
         """Draw every parameter again, each module by its own law; also works after construction on the meta device."""
-        if self.embedding.weight.is_meta:
-            return
         reset(self)
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
         if self.config.initialization == "rwkv7_released":

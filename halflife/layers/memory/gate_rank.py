@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.initial import draws
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import State
 from halflife.ops import causal_conv1d, gate_rank, laws
@@ -70,7 +71,7 @@ class SlowGate(Float32Module):
         self.A_log = nn.Parameter(torch.empty(self.num_gates))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         self.taps.copy_(F.normalize(torch.empty_like(self.taps).normal_(), dim=-1))
         self.bias.fill_(self.quantile)

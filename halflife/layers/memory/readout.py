@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halflife.initial import draws
 from halflife.layers.mixer import State
 from halflife.layers.parts import is_watched
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, attend_token, takes_token
@@ -37,7 +38,7 @@ class Readout(Float32Module):
         self.weights = nn.Parameter(torch.empty(power + 1, num_heads)) if mix == "powers" else None
         self.reset_parameters()
 
-    @torch.no_grad()
+    @draws
     def reset_parameters(self) -> None:
         self.eta.fill_(self.eta_init)
         for logit in (self.gamma_logit, self.mix_logit):
