@@ -12,11 +12,12 @@ import os, subprocess, sys
 from pathlib import Path
 place = Path({folder!r})
 number = str(100 + len(list(place.glob("*.sh"))))
-(place / f"{{number}}.sh").write_text(Path(sys.argv[1]).read_text())
+script = place / f"{{number}}.sh"  # as in Slurm, a copy: submitit moves its file away as soon as this command ends
+script.write_text(Path(sys.argv[1]).read_text())
 environment = {{**os.environ, "SLURM_JOB_ID": number, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}}
 with open(os.devnull, "w") as nothing:
     job = subprocess.Popen(
-        ["bash", sys.argv[1]], env=environment, start_new_session=True, stdout=nothing, stderr=nothing, stdin=nothing
+        ["bash", str(script)], env=environment, start_new_session=True, stdout=nothing, stderr=nothing, stdin=nothing
     )
 (place / f"{{number}}.pid").write_text(str(job.pid))
 print("Submitted batch job", number)

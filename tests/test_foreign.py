@@ -12,7 +12,6 @@ from foreign_models import LAWS, OPTIONS, build
 from helpers import assert_raises, cases
 
 from halflife import tasks
-from halflife.analysis import forecast as aged
 from halflife.analysis import survey
 from halflife.analysis.capture import capture
 from halflife.analysis.decays import measure_decays
@@ -20,6 +19,7 @@ from halflife.analysis.foreign.families import MIXERS
 from halflife.analysis.foreign.load import load_foreign
 from halflife.analysis.foreign.model import ForeignModel, windows
 from halflife.analysis.foreign.recurrent import RecurrentModel
+from halflife.analysis.forecast import reading, recall
 from halflife.analysis.horizon import RetainedEnergy, horizon_lags, retained_energy
 from halflife.analysis.model_spectrum import model_spectrum
 from halflife.analysis.readable import layer_kinds
@@ -121,13 +121,11 @@ def test_layers_are_listed(kind):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_every_registered_class_is_tested():
     used = {type(module).__name__ for kind in OPTIONS for module in build(kind).modules()}
     assert set(MIXERS) <= used
 
 
-@pytest.mark.slow
 def test_every_class_of_transformers_with_a_known_name_is_registered():
     """The installed transformers has no other mixer with `A_log`, a forget gate, or slopes than those that are read."""
     import re
@@ -198,7 +196,6 @@ def saved(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.slow
 def test_the_command(saved, tmp_path, capsys):
     from halflife.cli import main
 
@@ -319,13 +316,13 @@ def recurrent(kind, **options):
 def split(model, lag):
     """The split state after the pairs and after as many other tokens as `lag`, and these tokens."""
     task = tasks.build(**MQAR)
-    pairs, draw = aged._pairs(task, 2, 0)
-    ids = aged._fillers(task, 2, lag, draw)
-    start = aged._start(model, pairs)
-    return pairs, ids, start, aged._split(model, ids, start)
+    pairs, draw = recall._pairs(task, 2, 0)
+    ids = recall._fillers(task, 2, draw, lag)
+    start = reading.start(model, pairs)
+    return pairs, ids, start, reading.split(model, ids, start)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in PURE])
+@pytest.mark.parametrize("kind", PURE)
 def test_parts_of_a_state(kind):
     """The whole is the state of one reading, and the parts add up to it. The others' part is the state from zeros."""
     model = recurrent(kind)
@@ -337,12 +334,11 @@ def test_parts_of_a_state(kind):
         torch.testing.assert_close(layer["memory"], direct[i]["memory"], **TIGHT)
         torch.testing.assert_close(layer["memory"], end[i]["memory"], rtol=0, atol=0)
         torch.testing.assert_close(after.others[i]["memory"], others[i]["memory"], rtol=0, atol=0)
-        torch.testing.assert_close(after.pairs[i]["memory"] + others[i]["memory"], layer["memory"], **TIGHT)
+        torch.testing.assert_close(after.beginning[i]["memory"] + others[i]["memory"], layer["memory"], **TIGHT)
         assert layer["position"].tolist() == [15, 15]
         assert after.others[i]["memory"].abs().max() > 1e-4
 
 
-@pytest.mark.slow
 def test_the_pairs_part_fades_by_the_captured_decays():
     """In Mamba-2 nothing but the decay changes what was written: P_end = P_start · e^{Σ g}, with g from the hooks."""
     model = recurrent("mamba2")
@@ -350,13 +346,12 @@ def test_the_pairs_part_fades_by_the_captured_decays():
     taken = {}
     with capture(model, decay=lambda layer, g: taken.setdefault(layer, g)):
         model.hidden(torch.cat([pairs, ids], 1))
-    for i, before in enumerate(start.pairs):
+    for i, before in enumerate(start.beginning):
         passed = taken[i][:, pairs.shape[1] :].sum(1)  # [B, H]
         expected = before["memory"] * passed.exp()[..., None, None]
-        torch.testing.assert_close(after.pairs[i]["memory"], expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(after.beginning[i]["memory"], expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_forecast_of_a_model_of_transformers(tmp_path, capsys):
     from halflife.cli import main
 

@@ -84,7 +84,6 @@ def whole(tmp_path_factory):
     return results(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -163,7 +162,6 @@ class Handle:
         return True
 
 
-@pytest.mark.slow
 def test_a_job_that_was_warned_is_submitted_again_until_it_makes_no_progress(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -186,7 +184,7 @@ def test_a_job_that_was_warned_is_submitted_again_until_it_makes_no_progress(tmp
             (tmp_path / "metrics.jsonl").write_text(f'{{"step": {done // 3}}}\n')
             return Handle(stopped if done < 12 else ("done", {"validation": 0.5}))
 
-    assert slurm._Queue(Executor(), 2).run([job], show=False) == {}
+    assert slurm._Queue(Executor(), 2).run([job], show=False, check=lambda: None) == {}
     assert submitted == [(job, 2)] * 13
 
     class Stuck(Executor):
@@ -195,6 +193,6 @@ def test_a_job_that_was_warned_is_submitted_again_until_it_makes_no_progress(tmp
             return Handle(stopped)
 
     submitted.clear()
-    assert slurm._Queue(Stuck(), 2).run([job], show=False) == {"x": "stopped after step 3 of 12"}
+    assert slurm._Queue(Stuck(), 2).run([job], show=False, check=lambda: None) == {"x": "stopped after step 3 of 12"}
     assert len(submitted) == 1 + slurm.RETRIES
     assert not (tmp_path / ".slurm").exists()
