@@ -141,9 +141,9 @@ def test_feature_map_of_gla():
     torch.manual_seed(0)
     plain, mapped = (layers.build("gla", hidden_size=8, num_heads=1, feature_map=name) for name in ("none", "relu"))
     mapped.load_state_dict(plain.state_dict())
-    qkv = torch.randn(1, 5, 16)
-    q, k, v = plain.heads(qkv, None, torch.arange(5))
-    for found, expected in zip(mapped.heads(qkv, None, torch.arange(5)), (q.relu(), k.relu(), v), strict=True):
+    parts = torch.randn(1, 5, 16).split(plain.splits, -1)
+    q, k, v = plain.heads(parts, None, torch.arange(5))
+    for found, expected in zip(mapped.heads(parts, None, torch.arange(5)), (q.relu(), k.relu(), v), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -72,7 +72,7 @@ def test_the_gain_of_the_design_space_block(name):
     g = layer.log_decays(layer.decay_input(x), position, {}, packing)[0].g
     qkv = layer.qkv_proj(x)
     qkv = qkv if layer.conv is None else layer.conv(qkv, None, packing)[0]
-    q, k, v = layer.heads(qkv, None, position)
+    q, k, v = layer.heads(qkv.split(layer.splits, -1), None, position)
     stretch = layer.decay.log_stretch(position).exp()
     beta = None if layer.beta_proj is None else layer.beta_proj(x).sigmoid() * stretch
 

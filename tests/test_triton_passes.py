@@ -56,8 +56,9 @@ def strided(x):
 
 
 def check_conv(
-    shape, width, dtype, *, activation="silu", bias=True, state=True, final=True, bounds=None, wide=False, unit=None
-):
+    shape, width, dtype, *, activation="silu", bias=True, state=True, final=True, bounds=None, wide=False, unit=None,
+    splits=None,
+):  # fmt: skip
     draw = generator(shape, width)
     sequences = shape[0] if bounds is None else len(bounds) - 1
     tensors = {"x": shape, "weight": (shape[2], width), "bias": shape[2:], "state": (sequences, shape[2], width - 1)}
@@ -65,11 +66,12 @@ def check_conv(
     tensors = {name: torch.randn(size, generator=draw) for name, size in tensors.items() if name in kept}
 
     def run(backend, x, weight, bias=None, state=None):
-        return causal_conv1d(
+        y, last = causal_conv1d(
             strided(x), weight, bias, activation=activation, initial_state=state, output_final_state=final,
             cu_seqlens=None if bounds is None else torch.tensor(bounds, device=DEVICE), backend=backend,
-            dtype=weight.dtype if wide else None, unit=unit,
+            dtype=weight.dtype if wide else None, unit=unit, splits=splits,
         )  # fmt: skip
+        return (y, last) if splits is None else (*y, last)
 
     # Results in float32 have its errors, and the gradient of x is rounded to x's dtype.
     check(run, tensors, dtype, wide=("weight", "bias", "state") if wide else ("weight", "bias"))
@@ -94,6 +96,16 @@ def test_convolution_to_unit_vectors(unit, dtype, activation, bounds, state):
     """Sizes that a program holds, with channels behind them, and one that it does not."""
     shape = (2 if bounds is None else 1, 21, unit[0] + 5)
     check_conv(shape, 3, dtype, activation=activation, bounds=bounds, state=state, unit=unit)
+
+
+@crossed(
+    strength=1, splits=[(64, 128), (128, 64, 64), (32, 32, 5), (64, 64, 64, 64)], unit=[None, (64, 32)],
+    bounds=[None, [0, 1, 1, 3, 12, 21]], dtype=DTYPES,
+)  # fmt: skip
+def test_parts_of_a_convolution(splits, unit, bounds, dtype):
+    """Parts of whole tiles, which have memory of their own, and others."""
+    shape = (2 if bounds is None else 1, 21, sum(splits))
+    check_conv(shape, 4, dtype, bounds=bounds, unit=unit, splits=splits)
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 0]])
@@ -402,7 +414,7 @@ def test_logits_that_are_not_finite(few_logits):
 X, WEIGHT = torch.randn(2, 3, 4), torch.randn(4, 3)
 X4 = torch.randn(2, 3, 2, 5)
 GIVEN = {
-    "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True, torch.float64, 0, 0),
+    "conv": (X, WEIGHT, WEIGHT[:, 0].contiguous(), torch.randn(2, 4, 2), None, True, torch.float64, 0, 0, [4]),
     "cross_entropy": (X, torch.tensor([[0, 1, 2], [3, -100, 1]]), -100),
     "cross_entropy_errors": (X, torch.zeros(2, 3, dtype=torch.long), X[..., 0], X[..., 1], X[0, 0, 0], -100),
     "norm": (X, X + 1, WEIGHT[:, 0].contiguous(), X, torch.randn(2), "silu_before", 2, True, 1e-5),

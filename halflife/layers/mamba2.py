@@ -15,6 +15,7 @@ from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay, check_gain
 from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv, map_of_gated
 from halflife.ops.backends.dispatch import add_skip
+from halflife.ops.backends.split import split
 from halflife.ops.linear import weight_of
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -123,12 +124,12 @@ class Mamba2(HasMemory, Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
-        z, xbc, f = self.in_proj(x).split(self.splits, -1)
+        projected = self.in_proj(x)
+        z, xbc, f = projected.split(self.splits, -1) if x.is_cpu else split(projected, self.splits)
         if not x.is_cpu and not self.share_features and self.decodes(xbc, state, packing):
             y, new = self._token(x, xbc, f, position, state, packing)
             return map_of_gated(self.norm, y.flatten(-2), z, self.out_proj, z.dtype), new
-        xbc, conv = self.conv(xbc, state.get("conv"), packing)
-        values, key, query = xbc.split(self.conv_splits, -1)
+        (values, key, query), conv = self.conv(xbc, state.get("conv"), packing, splits=self.conv_splits)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = query.unflatten(-1, (self.num_groups, -1)), key.unflatten(-1, (self.num_groups, -1))
         if self.share_features:

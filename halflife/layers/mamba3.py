@@ -19,6 +19,7 @@ from halflife.layers.memory.trapezoid import integrate, with_last
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay
 from halflife.layers.parts import NormBeforeGate, ShortConv
+from halflife.ops.backends.split import split
 from halflife.ops.trapezoid import normed, running_angles, trapezoid_keys, trapezoid_weights
 from halflife.packing import Packing
 from halflife.position import check_pairs
@@ -152,7 +153,7 @@ class Mamba3(HasMemory, Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
-        z, v, b, c, f, *a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
+        z, v, b, c, f, *a, trapezoid, rate = split(self.in_proj(x), self.splits)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
         chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
         g, step, _ = self.decay(f, position=position, parts=True, **chosen)
@@ -280,7 +281,7 @@ class EchoMamba3(Mixer):
         self.out_proj = nn.Linear(inner, place.hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        z, v, b, c, f, a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
+        z, v, b, c, f, a, trapezoid, rate = split(self.in_proj(x), self.splits)
         v, conv = self.conv(v, state.get("conv"), packing)
         f, a = (part.to(compute_dtype(part)) for part in (f, a))
         step, passes = F.softplus(f), self.pass_backend

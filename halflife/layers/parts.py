@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -266,15 +267,16 @@ class ShortConv(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(
-        self, x: Tensor, state: Tensor | None, packing: Packing, units: tuple[int, int] | None = None, **token: Any
-    ) -> Any:
-        """`x [B, T, D]` → `(y [B, T, D], state)`; with `token`, the other fields of it, an `Unconvolved`."""
+        self, x: Tensor, state: Tensor | None, packing: Packing, units: tuple[int, int] | None = None,
+        splits: Sequence[int] | None = None, **token: Any,
+    ) -> Any:  # fmt: skip
+        """`x [B, T, D]` → `(y [B, T, D], state)`, or the parts of y; with `token`, fields of it, an `Unconvolved`."""
         if token:
             assert state is not None
             return Unconvolved(x, self.weight, self.bias, state, **token)
         y, state = causal_conv1d(
             x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=packing,
-            backend=self.pass_backend, unit=units,
+            backend=self.pass_backend, unit=units, splits=splits,
         )  # fmt: skip
         assert state is not None
         return y, state

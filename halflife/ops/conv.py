@@ -7,8 +7,9 @@ Before the first token of each sequence stand zeros, or the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ ACTIVATIONS = {"silu": F.silu, None: lambda y: y}
 
 define(
     "causal_conv1d", x="B T D", weight="D W", bias="D | None", state="N D W-1", wide=False,
-    settings={"activation": "silu", "unit": None},
+    settings={"activation": "silu", "unit": None, "splits": None},
 )  # fmt: skip
 
 
@@ -35,8 +36,8 @@ def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     activation: str | None = "silu", initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None, backend: str = "auto", dtype: torch.dtype | None = None,
-    unit: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    unit: tuple[int, int] | None = None, splits: Sequence[int] | None = None,
+) -> tuple[Any, Tensor | None]:  # fmt: skip
     """Causal depthwise convolution `y_t = act(Σ_i w_i ⊙ x_{t−W+1+i} + bias)`.
 
     Args:
@@ -50,6 +51,7 @@ def causal_conv1d(
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
         backend: "auto", or one of `available_backends("causal_conv1d")`.
         dtype: dtype of the results; None is that of x.
+        splits: channels of the parts of y, which is then a tuple of them; a kernel may give each its own memory.
         unit: `(channels, size)`; each `size` of the first `channels` outputs are divided by `√(‖y‖² + 1e-6)`.
 
     Returns:
@@ -65,10 +67,11 @@ def causal_conv1d(
     if unit is not None and (unit[1] < 1 or unit[0] % unit[1] or unit[0] > x.shape[-1]):
         raise ValueError(f"unit must be (channels, size), channels of x in groups of equal size; got {unit}")
     tensors = {"x": x, "weight": weight, "bias": bias}
-    return dispatch(
+    y, state = dispatch(
         "causal_conv1d", tensors, initial_state, cu_seqlens, backend, output_final_state, activation=activation,
-        dtype=dtype, unit=unit,
+        dtype=dtype, unit=unit, splits=splits,
     )  # fmt: skip
+    return (y.split(splits, -1) if splits is not None and isinstance(y, Tensor) else y), state
 
 
 def _native(call: Call) -> tuple[Tensor, Tensor]:
@@ -85,17 +88,21 @@ MOST_TAPS = 8  # of the Triton kernel, which has them all at hand
 UNITS = (16, 32, 64, 128)  # sizes of unit vectors of which a program has all channels
 
 
-def _triton(call: Call) -> tuple[Tensor, Tensor]:
+def _triton(call: Call) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
     """One launch with the bias and the activation (convolution.py in `backends/triton/passes`)."""
     x, weight, bias = call.tensors.values()
     state = None if call.state is None else call.state[0].contiguous()
     given = (weight.contiguous(), bias if bias is None else bias.contiguous(), state, call.packing.cu_seqlens)
     channels, size = call.options["unit"] or (0, 0)
     inside = size in UNITS
-    y, final = triton.custom_op("conv")(
-        dense(x), *given, call.options["activation"] == "silu", call.output_dtype, channels if inside else 0, size
-    )
-    return y if inside or not channels else _with_units(y, call), final
+    parts = call.options["splits"] if inside or not channels else None
+    final, *ys = triton.custom_op("conv")(
+        dense(x), *given, call.options["activation"] == "silu", call.output_dtype, channels if inside else 0, size,
+        [x.shape[-1]] if parts is None else [*parts],
+    )  # fmt: skip
+    if channels and not inside:
+        return _with_units(ys[0], call), final
+    return ys[0] if len(ys) == 1 else tuple(ys), final
 
 
 def _with_units(y: Tensor, call: Call) -> Tensor:

@@ -22,6 +22,7 @@ from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build
 from halflife.ops.backends.native.products import by_onednn
+from halflife.ops.backends.split import Neighbours, beside
 from halflife.ops.spec import OPS
 from halflife.precision import autocast_dtype
 
@@ -133,32 +134,25 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
-        y = F.linear(x.to(weights[0].dtype), _beside(weights, 0))
-        return y.split([len(weight) for weight in weights], -1)
+        y = F.linear(x.to(weights[0].dtype), _rows(weights))
+        sizes = [len(weight) for weight in weights]
+        ctx.neighbours = Neighbours(y, sizes)
+        return y.split(sizes, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        narrow, flat = x.to(weights[0].dtype), _beside(grads, -1).flatten(0, -2)
-        dx = (flat @ _beside(weights, 0)).view(x.shape).to(x.dtype) if ctx.needs_input_grad[0] else None
+        narrow, flat = x.to(weights[0].dtype), ctx.neighbours.joined(grads).flatten(0, -2)
+        dx = (flat @ _rows(weights)).view(x.shape).to(x.dtype) if ctx.needs_input_grad[0] else None
         if True not in ctx.needs_input_grad[1:]:
             return dx, *[None] * len(weights)
         return dx, *(flat.t() @ narrow.flatten(0, -2)).split([len(weight) for weight in weights])
 
 
-def _beside(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The parts along the first or last axis as one tensor: a view where they lie beside each other in memory."""
-    first, size = parts[0], sum(part.shape[dim] for part in parts)
-    shape = [size, *first.shape[1:]] if dim == 0 else [*first.shape[:-1], size]
-    strides, at = [1], first.storage_offset()
-    for length in shape[:0:-1]:
-        strides.insert(0, length * strides[0])
-    for part in parts:
-        shared = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.storage_offset() == at
-        if not shared or list(part.stride()) != strides or torch.is_grad_enabled():
-            return torch.cat(list(parts), dim)
-        at += part.shape[dim] * strides[dim]
-    return first.as_strided(shape, strides)
+def _rows(weights: Sequence[Tensor]) -> Tensor:
+    """The rows of all weights, which are a view where these lie beside each other."""
+    found = None if torch.is_grad_enabled() else beside(weights, 0)
+    return torch.cat(list(weights), 0) if found is None else found
 
 
 class _Cast(torch.autograd.Function):

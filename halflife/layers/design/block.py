@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -17,6 +17,7 @@ from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.layers.parts import FEATURE_MAPS, ROPE_BASE, ShortConv, is_watched, map_of_gated, rotary, turns
+from halflife.ops.backends.split import split
 from halflife.ops.fused import l2_normalize
 from halflife.ops.recurrent import Unconvolved
 from halflife.packing import Packing
@@ -236,9 +237,12 @@ class LinearMixer(DecayGate, HasMemory):
             o, memory = self._token(x, qkv, g, position, state, packing)
         else:
             units = None if qkv.is_cpu or qkv.dtype != ROOMY[qkv.dtype] else self.unit_outputs
-            if self.conv is not None:
-                qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing, units=units)
-            q, k, v = self.heads(qkv, key, position, units is not None, packing.kept)
+            if self.conv is None:
+                parts = split(qkv, self.splits)
+            else:
+                given = (qkv, state.get("conv"), packing)
+                parts, new["conv"] = self.conv(*given, units=units, splits=self.splits)
+            q, k, v = self.heads(parts, key, position, units is not None, packing.kept)
             o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
         o, new = o.to(ROOMY[x.dtype]), new | memory
         if x.is_cpu or is_watched(self.gate):
@@ -274,7 +278,7 @@ class LinearMixer(DecayGate, HasMemory):
         return self.memory(x, token, None, None, g, beta, state, packing, **self.op_options)
 
     def heads(
-        self, qkv: Tensor, shared_key: Tensor | None, position: Tensor, normed: bool = False,
+        self, parts: Sequence[Tensor], shared_key: Tensor | None, position: Tensor, normed: bool = False,
         kept: dict[Any, Any] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
@@ -282,12 +286,12 @@ class LinearMixer(DecayGate, HasMemory):
         Queries and keys are activated, normalised and encoded (2 K channels under LRPE).
 
         Args:
-            qkv: the projection, after the short convolution.
+            parts: the parts of the projection, after the short convolution.
             shared_key: of the decay, or None for projected keys.
             normed: whether queries and keys are unit vectors already.
             kept: see `parts.rotary`.
         """
-        q, *projected, v = qkv.split(self.splits, -1)
+        q, *projected, v = parts
         q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)
         if shared_key is None:
             k = self.activate(self._rows(projected[0], self.head_dim))

@@ -15,6 +15,7 @@ from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import State
 from halflife.layers.parts import ShortConv
 from halflife.ops import ridge_attention
+from halflife.ops.backends.split import split
 from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, inverse_softplus_of
@@ -163,10 +164,12 @@ class Ridge(Update):
 class KeyConv(ShortConv):
     """A short convolution on the first channels, those of q and k. The others pass unchanged."""
 
-    def forward(self, x: Tensor, state: Tensor | None, packing: Packing, **options: Any) -> tuple[Tensor, Tensor]:
-        convolved, others = x.tensor_split([len(self.weight)], -1)
-        convolved, last = super().forward(convolved, state, packing, **options)
-        return torch.cat([convolved, others], -1), last
+    def forward(
+        self, x: Tensor, state: Tensor | None, packing: Packing, splits: Sequence[int], **options: Any
+    ) -> tuple[list[Tensor], Tensor]:
+        convolved, others = split(x, [sum(splits[:2]), splits[2]])
+        parts, last = super().forward(convolved, state, packing, splits=splits[:2], **options)
+        return [*parts, others], last
 
 
 class LearnedRidge(Float32Module):

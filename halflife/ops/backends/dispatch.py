@@ -169,7 +169,7 @@ def step_of(call: Call, backend: str, device: torch.device) -> Callable[[Call], 
 def dispatch(
     op: str, tensors: Mapping[str, Any], initial_state: Any, cu_seqlens: Any, backend: str, output_final_state: bool,
     **settings: Any,
-) -> tuple[Tensor, Any]:  # fmt: skip
+) -> tuple[Any, Any]:  # fmt: skip
     """Check the arguments of an op, choose its implementation and run it.
 
     `settings` are `scale`, `chunk_size`, and the options of the op (see `Call`); `ops.linear_attention` describes the
@@ -186,7 +186,7 @@ def dispatch(
             o, state = again.run(partial(_with, call, implementation), _tensors_of(call))
         else:
             o, state = implementation(call)
-    return o if o.dtype == dtype else o.to(dtype), state if output_final_state else None
+    return o if isinstance(o, tuple) or o.dtype == dtype else o.to(dtype), state if output_final_state else None
 
 
 def folded(call: Call, backend: str = "auto") -> Call:

@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.passes.rows import as_rows
 
 COLUMNS, ENTRIES = 64, 1024  # channels of a tile, and its tokens times channels
+MOST_PARTS = 3  # tensors that the outputs may be
 PROGRAMS = 128  # programs a block of channels with tokens, at most, in the backward pass
 
 
@@ -74,8 +77,24 @@ def _length(y, cols, UNITS: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _part_of(first, x0, x1, x2, n0, n1, n2):
+    """Return which of up to three tensors of n0, n1 and n2 channels has the channel `first`, and its channels.
+
+    Its pointer is moved, so that channels may be counted from the first one of all tensors.
+    """
+    if x1 is None:
+        return x0, n0
+    elif x2 is None:
+        return tl.where(first < n0, x0, x1 - n0), tl.where(first < n0, n0, n1)
+    else:
+        later = tl.where(first < n0 + n1, x1 - n0, x2 - (n0 + n1))
+        return tl.where(first < n0, x0, later), tl.where(first < n0, n0, tl.where(first < n0 + n1, n1, n2))
+
+
+@triton.jit
+@no_type_check
 def _forward_kernel(
-    x, weight, bias, state, cu_seqlens, y, final, rows_all, T, D, N, steps, blocks, x_b, x_t,
+    x, weight, bias, state, cu_seqlens, y0, y1, y2, final, rows_all, T, D, N, steps, blocks, x_b, x_t, n0, n1, n2,
     W: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(D, BC)
@@ -92,7 +111,8 @@ def _forward_kernel(
             out *= sigmoid(out)
         if UNITS > 0:
             out *= _length(out, cols, UNITS)
-        place = rows.to(tl.int64)[:, None] * D + cols[None, :]
+        y, channels = _part_of((tl.program_id(0) % groups) * BC, y0, y1, y2, n0, n1, n2)
+        place = rows.to(tl.int64)[:, None] * channels + cols[None, :]
         tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
     else:
         slots = tl.arange(0, BR)
@@ -119,12 +139,12 @@ def _of_state(number, slots, cu_seqlens, T):
 @triton.jit
 @no_type_check
 def _of_sum(
-    x, weight, bias, state, dy, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
+    x, weight, bias, state, dy, dy_t, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
     W: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the sum of taps at positions `t`, 0 outside of the sequence, `[R, C]`."""
     inside = inside & ((t >= start) & (t < stop))[:, None]
-    place = (b.to(tl.int64) * T + t)[:, None] * D + cols[None, :]
+    place = (b.to(tl.int64) * T + t)[:, None] * dy_t + cols[None, :]
     d = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
     if SILU or UNITS > 0:
         y = _sum_of_taps(x, weight, bias, state, t, start, n, b, cols, in_cols, inside, D, x_b, x_t, W)
@@ -142,7 +162,7 @@ def _of_sum(
 @triton.jit
 @no_type_check
 def _of_input(
-    x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
+    x, weight, bias, state, dy, dy_t, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
     W: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the inputs at positions `t`, which may be those of the state before `start`, `[R, C]`."""
@@ -150,7 +170,7 @@ def _of_input(
     for j in range(W):
         tap = tl.load(weight + cols * W + (W - 1 - j), mask=in_cols, other=0.0).to(tl.float32)
         grad += tap[None, :] * _of_sum(
-            x, weight, bias, state, dy, t + j, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU,
+            x, weight, bias, state, dy, dy_t, t + j, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU,
             UNITS,
         )  # fmt: skip
     if dfinal is not None:
@@ -163,13 +183,15 @@ def _of_input(
 @triton.jit
 @no_type_check
 def _backward_kernel(
-    x, weight, bias, state, cu_seqlens, dy, dfinal, dx, dstate, sums, rows_all, T, D, N, steps, blocks, tiles, x_b, x_t,
+    x, weight, bias, state, cu_seqlens, dy0, dy1, dy2, dfinal, dx, dstate, sums, rows_all, T, D, N, steps, blocks,
+    tiles, x_b, x_t, dx_t, n0, n1, n2,
     W: tl.constexpr, BW: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     groups = tl.cdiv(D, BC)
     block = tl.program_id(0) // groups
     cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
     in_cols = cols < D
+    dy, dy_t = _part_of((tl.program_id(0) % groups) * BC, dy0, dy1, dy2, n0, n1, n2)
     if block < blocks:
         taps = tl.arange(0, BW)
         total = tl.zeros([BW, BC], tl.float32)  # of the taps, and of the bias after them
@@ -179,13 +201,14 @@ def _backward_kernel(
             inside = (rows < rows_all)[:, None] & in_cols[None, :]
             n, start, stop = sequence_of(t, b, cu_seqlens, N, T, steps)
             grad = _of_input(
-                x, weight, bias, state, dy, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
+                x, weight, bias, state, dy, dy_t, dfinal, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t,
                 W, SILU, UNITS,
             )  # fmt: skip
-            tl.store(dx + rows.to(tl.int64)[:, None] * D + cols[None, :], grad.to(dx.dtype.element_ty), mask=inside)
+            tl.store(dx + rows.to(tl.int64)[:, None] * dx_t + cols[None, :], grad.to(dx.dtype.element_ty), mask=inside)
             d = _of_sum(
-                x, weight, bias, state, dy, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU, UNITS
-            )
+                x, weight, bias, state, dy, dy_t, t, start, stop, n, b, cols, in_cols, inside, T, D, x_b, x_t, W, SILU,
+                UNITS,
+            )  # fmt: skip
             for j in tl.static_range(W):
                 before = _input(x, state, t - (W - 1) + j, start, n, b, cols, inside, D, x_b, x_t, W)
                 total += tl.where((taps == j)[:, None], tl.sum(d * before, 0)[None, :], 0.0)
@@ -198,8 +221,8 @@ def _backward_kernel(
         n, b, start, stop = _of_state(block - blocks, slots, cu_seqlens, T)
         inside = (slots < W - 1)[:, None] & in_cols[None, :]
         grad = _of_input(
-            x, weight, bias, state, dy, dfinal, start - (W - 1) + slots, start, stop, n, b, cols, in_cols, inside, T, D,
-            x_b, x_t, W, SILU, UNITS,
+            x, weight, bias, state, dy, dy_t, dfinal, start - (W - 1) + slots, start, stop, n, b, cols, in_cols, inside,
+            T, D, x_b, x_t, W, SILU, UNITS,
         )  # fmt: skip
         goal = (n.to(tl.int64)[:, None] * D + cols[None, :]) * (W - 1) + slots[:, None]
         tl.store(dstate + goal, grad.to(dstate.dtype.element_ty), mask=inside)
@@ -207,29 +230,32 @@ def _backward_kernel(
 
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, activated: bool,
-    dtype: torch.dtype, units: int, size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The outputs `[B, T, D]` and the final states `[N, D, W − 1]`, in `dtype`.
+    dtype: torch.dtype, units: int, size: int, parts: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """The final states `[N, D, W − 1]` and then the outputs `[B, T, D]`, in `dtype`.
 
     x has stride 1 in D, and the others are contiguous. The first `units` outputs are unit vectors of `size` channels.
+    The outputs are tensors of `parts` channels, if these are up to three and each has whole tiles, and else one tensor.
     """
     batch, length, channels = x.shape
     width, sequences = weight.shape[1], batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    y, final = x.new_empty(x.shape, dtype=dtype), x.new_empty(sequences, channels, width - 1, dtype=dtype)
     rows, columns = _tile(units, size)
+    parts = parts if len(parts) <= MOST_PARTS and not any(part % columns for part in parts) else [channels]
+    ys = [x.new_empty(batch, length, part, dtype=dtype) for part in parts]
+    final = x.new_empty(sequences, channels, width - 1, dtype=dtype)
     blocks = triton.cdiv(batch * length, rows)
     programs = (blocks + (sequences if width > 1 else 0)) * triton.cdiv(channels, columns)
     if programs:
         launch(_forward_kernel, (programs,))(
-            x, weight, bias, state, cu_seqlens, y, final, batch * length, length, channels, sequences,
-            sequences.bit_length(), blocks, x.stride(0), x.stride(1), W=width, SILU=activated, UNITS=units, BR=rows,
-            BC=columns,
+            x, weight, bias, state, cu_seqlens, *_padded(ys, None), final, batch * length, length, channels, sequences,
+            sequences.bit_length(), blocks, x.stride(0), x.stride(1), *_padded(parts, 0), W=width, SILU=activated,
+            UNITS=units, BR=rows, BC=columns,
         )  # fmt: skip
-    return y, final
+    return [final, *ys]
 
 
 def _convolve_backward(
-    dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
+    dys: list[Tensor], dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
     cu_seqlens: Tensor | None, activated: bool, of_state: bool, units: int, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, of the taps `[D, W]` and the bias behind each other, and of the state if asked for."""
@@ -238,16 +264,22 @@ def _convolve_backward(
     rows, columns = _tile(units, size)
     tiles = max(1, triton.cdiv(triton.cdiv(batch * length, rows), PROGRAMS))
     blocks = triton.cdiv(batch * length, rows * tiles)
-    dx, sums = x.new_empty(x.shape), x.new_empty(blocks, channels * (width + 1), dtype=torch.float32)
+    dx, sums = new_gradient(x), x.new_empty(blocks, channels * (width + 1), dtype=torch.float32)
     dstate = x.new_empty(0) if state is None or not of_state else state.new_empty(state.shape)
     programs = (blocks + (sequences if of_state and width > 1 else 0)) * triton.cdiv(channels, columns)
     if programs:
         launch(_backward_kernel, (programs,))(
-            x, weight, bias, state, cu_seqlens, dy, dfinal, dx, dstate, sums, batch * length, length, channels,
-            sequences, sequences.bit_length(), blocks, tiles, x.stride(0), x.stride(1),
+            x, weight, bias, state, cu_seqlens, *_padded(dys, None), dfinal, dx, dstate, sums, batch * length, length,
+            channels, sequences, sequences.bit_length(), blocks, tiles, x.stride(0), x.stride(1),
+            as_rows(dx, channels)[1], *_padded([dy.shape[2] for dy in dys], 0),
             W=width, BW=triton.next_power_of_2(width + 1), SILU=activated, UNITS=units, BR=rows, BC=columns,
         )  # fmt: skip
     return dx, sums.sum(0), dstate
+
+
+def _padded(given: list[Any], absent: Any) -> list[Any]:
+    """Something about each of the parts, and about those that are not there."""
+    return given + [absent] * (MOST_PARTS - len(given))
 
 
 def _tile(units: int, size: int) -> tuple[int, int]:
@@ -256,23 +288,27 @@ def _tile(units: int, size: int) -> tuple[int, int]:
     return ENTRIES // columns, columns
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activated, ctx.dtype = inputs[:-2]
-    ctx.unit = inputs[-2:]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, ctx.activated, ctx.dtype = inputs[:-3]
+    ctx.unit, ctx.shapes = inputs[-3:-1], [y.shape for y in output[1:]]
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)  # a training step does not use the final state
 
 
-def _grad(ctx: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     only_first_derivatives()
     x, weight, bias, state, bounds = ctx.saved_tensors
-    dy = x.new_zeros(x.shape, dtype=ctx.dtype) if dy is None else dy.contiguous()
+    dfinal, *given = grads
+    dys = [
+        x.new_zeros(shape, dtype=ctx.dtype) if dy is None else dy.contiguous()
+        for dy, shape in zip(given, ctx.shapes, strict=True)
+    ]
     dfinal = None if dfinal is None else dfinal.contiguous()
     of_state = state is not None and ctx.needs_input_grad[3]
-    dx, sums, dstate = _gradients(dy, dfinal, x, weight, bias, state, bounds, ctx.activated, of_state, *ctx.unit)
+    dx, sums, dstate = _gradients(dys, dfinal, x, weight, bias, state, bounds, ctx.activated, of_state, *ctx.unit)
     taps, shift = sums.split([weight.numel(), len(weight)])
     dweight, dbias = taps.view(weight.shape).to(weight.dtype), None if bias is None else shift.to(bias.dtype)
-    return dx, dweight, dbias, dstate if of_state else None, *[None] * 5
+    return dx, dweight, dbias, dstate if of_state else None, *[None] * 6
 
 
 _gradients = declare("triton_conv_backward", _convolve_backward)

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import as_rows, entries, rows_of_tokens
 
 GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3}
 TILE = 2048  # entries of a program at once
@@ -113,8 +114,8 @@ def _along(d, n, size, MEAN: tl.constexpr):
 @triton.jit
 @no_type_check
 def _backward_kernel(
-    y, z, x, weight, scale, dout, dtotal, dy, dz, dx, dadded, again, sums, tokens, groups, size, y_t, z_t, x_t, w_g,
-    s_p, s_g, eps, tiles,
+    y, z, x, weight, scale, dout, dtotal, dy, dz, dx, dadded, again, sums, tokens, groups, size, y_t, z_t, x_t, dz_t,
+    w_g, s_p, s_g, eps, tiles,
     HEAD: tl.constexpr, GATE: tl.constexpr, MEAN: tl.constexpr, TWICE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     g = tl.program_id(0) % groups
@@ -151,14 +152,14 @@ def _backward_kernel(
             tl.store(again + place, made.to(again.dtype.element_ty), mask=inside)
         if GATE == 3:
             of_weight *= f
-            tl.store(dz + place, (d * n * slope).to(dz.dtype.element_ty), mask=inside)
+            tl.store(dz + rows[:, None] * dz_t + at[None, :], (d * n * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
         dweight += tl.sum(of_weight, 0)
         if not TWICE:
             along = _along(d, n, size, MEAN)
         d = inverse * (d - n * along)
         if GATE == 1 or GATE == 2:
-            tl.store(dz + place, (d * v * slope).to(dz.dtype.element_ty), mask=inside)
+            tl.store(dz + rows[:, None] * dz_t + at[None, :], (d * v * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
         if dtotal is not None:
             d += tl.load(dtotal + place, mask=inside, other=0.0).to(tl.float32)
@@ -221,16 +222,17 @@ def _norm_backward(
     size: int, mean: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, z and x, and those of the weights and of each channel's factor of x, in rows."""
-    dy, dz, dx = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, z, x))
-    sums = _write_back(dout, None, y, z, weight, x, scale, gate, size, mean, eps, dy, dz, dx, None, None)
-    return dy, dz, dx, sums
+    dy, dx = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, x))
+    dz = y.new_empty(0) if z is None else new_gradient(z)
+    return dy, dz, dx, _write_back(dout, None, y, z, weight, x, scale, gate, size, mean, eps, dy, dz, dx, None, None)
 
 
 def _norm_again(
     dout: Tensor, y: Tensor, z: Tensor, weight: Tensor, x: Tensor | None, scale: Tensor | None, size: int, eps: float
 ) -> list[Tensor]:
     """The gradients of y, z, weight, x and scale of a norm of gated values, and its output again."""
-    dy, dz, dx, again = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, z, x, dout))
+    dy, dx, again = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, x, dout))
+    dz = new_gradient(z)
     sums = _write_back(dout, None, y, z, weight, x, scale, "silu_before", size, True, eps, dy, dz, dx, None, again)
     dweight, dx, dscale = _of_parameters(sums, weight, dx, scale)
     return [dy, dz, dweight, dx, y.new_empty(0) if dscale is None else dscale, again]
@@ -239,10 +241,7 @@ def _norm_again(
 def _add_norm_backward(
     dout: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, eps: float, of_x: torch.dtype, of_y: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and y in their dtypes (that of y is without entries if these are one), and of the weight.
-
-    The sum adds its own gradient, `dtotal`.
-    """
+    """The gradients of x and y, which has no entries if their dtypes are one, and of the weight; `dtotal` is added."""
     dx = total.new_empty(total.shape, dtype=of_x)
     dy = total.new_empty(total.shape if of_y != of_x else 0, dtype=of_y)
     size, also = total.shape[-1], dy if of_y != of_x else None
@@ -252,7 +251,7 @@ def _add_norm_backward(
 
 def _write_back(
     dout: Tensor, dtotal: Tensor | None, y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None,
-    scale: Tensor | None, gate: str, size: int, mean: bool, eps: float, *written: Tensor | None,
+    scale: Tensor | None, gate: str, size: int, mean: bool, eps: float, dy: Tensor, dz: Any, *written: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Write the gradients, and return those of parameters."""
     channels = y.shape[-1]
@@ -263,14 +262,14 @@ def _write_back(
     tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), max(1, PROGRAMS // groups)))
     blocks, kept = triton.cdiv(tokens, rows * tiles), (weight is not None) + (x is not None)
     shared = weight is not None and len(weight) == size < channels
-    shape = (blocks * groups, 1, size) if shared else (blocks, kept, channels)
-    sums = y.new_empty(shape, dtype=torch.float32)
+    sums = y.new_empty((blocks * groups, 1, size) if shared else (blocks, kept, channels), dtype=torch.float32)
     if tokens:
         launch(_backward_kernel, (blocks * groups,))(
-            *given, weight, scale, dout, dtotal, *written, sums, tokens, groups, size, *strides,
-            _of_group(weight, size), groups * size if shared else kept * channels, size, eps, tiles,
-            HEAD=1 if scale is None else channels // len(scale), GATE=GATES[gate], MEAN=mean,
-            TWICE=x is not None and columns > WIDE, BR=rows, BC=columns, num_warps=warps,
+            *given, weight, scale, dout, dtotal, dy, dz, *written, sums, tokens, groups, size, *strides,
+            0 if z is None else as_rows(dz, channels)[1], _of_group(weight, size),
+            groups * size if shared else kept * channels, size, eps, tiles, GATE=GATES[gate], MEAN=mean,
+            HEAD=1 if scale is None else channels // len(scale), TWICE=x is not None and columns > WIDE, BR=rows,
+            BC=columns, num_warps=warps,
         )  # fmt: skip
     return sums.sum(0) if kept else sums
 
@@ -295,8 +294,7 @@ def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     only_first_derivatives()
     y, z, weight, x, scale = ctx.saved_tensors
     dy, dz, dx, sums = _gradients(dout.contiguous(), y, z, weight, x, scale, *ctx.settings)
-    dz, dx = None if z is None else dz, None if x is None else dx
-    return dy, dz, *_of_parameters(sums, weight, dx, scale), *[None] * 5
+    return dy, None if z is None else dz, *_of_parameters(sums, weight, None if x is None else dx, scale), *[None] * 5
 
 
 def _of_parameters(sums: Tensor, weight: Any, dx: Any, scale: Any) -> tuple[Any, Any, Any]:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare, save_inputs
@@ -214,7 +215,7 @@ def _output_kernel(
 @triton.jit
 @no_type_check
 def _output_back_kernel(
-    o, v, dot, gain, skip, z, dout, do, dv, ddot, dgain, dz, sums, rows_all, H, V, v_t, z_t,
+    o, v, dot, gain, skip, z, dout, do, dv, ddot, dgain, dz, sums, rows_all, H, V, v_t, z_t, dz_t,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % H
@@ -229,7 +230,8 @@ def _output_back_kernel(
     if z is not None:
         gate = entries(z, rows, z_t, h * V + cols, inside)
         s = sigmoid(gate)
-        tl.store(dz + place, (d * y * s * (1 + gate * (1 - s))).to(dz.dtype.element_ty), mask=inside)
+        of_gate = (rows * dz_t + h * V)[:, None] + cols[None, :]
+        tl.store(dz + of_gate, (d * y * s * (1 + gate * (1 - s))).to(dz.dtype.element_ty), mask=inside)
         d *= gate * s
     tl.store(do + place, d.to(do.dtype.element_ty), mask=inside)
     tl.store(dv + place, (d * factor[:, None]).to(dv.dtype.element_ty), mask=inside)
@@ -266,11 +268,11 @@ def _output_backward(
     """The gradients of o, v, the products, their factors and z, and that of D."""
     do, dv = o.new_empty(o.shape), v.new_empty(v.shape)
     ddot, dgain = (dot.new_empty(dot.shape, dtype=torch.float32) for _ in range(2))
-    dz = o.new_empty(0) if z is None else z.new_empty(z.shape)
+    dz = o.new_empty(0) if z is None else new_gradient(z)
     grid, sizes, tile = _tokens(o)
     sums = dot.new_empty(grid[0] if skip is not None else 0, dtype=torch.float32)
     if o.numel():
-        (values, gates), strides = rows_of_tokens(dout.shape[2], v, z)
+        (values, gates, _), strides = rows_of_tokens(dout.shape[2], v, z, None if z is None else dz)
         launch(_output_back_kernel, grid)(
             o.contiguous(), values, dot.contiguous(), gain.contiguous(), skip, gates, dout, do, dv, ddot, dgain, dz,
             sums, *sizes, *strides, **tile,

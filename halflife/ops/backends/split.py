@@ -1,0 +1,119 @@
+"""Parts of a tensor whose gradients lie beside each other in memory from the start.
+
+Autograd joins the gradients of parts by one more pass over all of them. Here a kernel that computes the gradient of a
+part asks for its memory (`new_gradient`), and is given a slice of the gradient of the whole tensor. What other ops give
+is copied there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife.ops.arguments import is_transformed
+
+
+def split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """`x.split(sizes, -1)`, on a GPU with gradients that lie beside each other."""
+    plain = x.is_cpu or torch.compiler.is_compiling() or is_transformed() or not torch.is_grad_enabled()
+    return x.split(sizes, -1) if plain or not x.requires_grad else Split.apply(x, sizes)  # pyright: ignore
+
+
+def new_gradient(x: Tensor) -> Tensor:
+    """Memory for the gradient of x: a slice of that of the tensor it is a part of, or new and contiguous."""
+    place = _place_of(x)
+    return x.new_empty(x.shape) if place is None else place[0].take(place[1])
+
+
+def _place_of(x: Tensor) -> tuple[Neighbours, int] | None:
+    """The neighbours among which x is, and its place, if one of the functions that know them made it."""
+    neighbours = getattr(x.grad_fn, "neighbours", None)
+    return None if neighbours is None else (neighbours, x.output_nr)
+
+
+class Split(torch.autograd.Function):
+    """`x.split(sizes, -1)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.neighbours = Neighbours(x, sizes)
+        ctx.set_materialize_grads(False)
+        return x.split(sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+        return ctx.neighbours.joined(grads), None
+
+
+class Neighbours:
+    """Memory for the gradients of the parts of x, which have `sizes` channels each.
+
+    A backward pass may run twice, or end before it reaches x. So memory that was taken is not given again, and is
+    returned only if all that was taken of it came back.
+    """
+
+    def __init__(self, x: Tensor, sizes: Sequence[int]) -> None:
+        self.sizes, self.outer = [*sizes], _place_of(x)
+        self.shape, self.options = x.shape, {"dtype": x.dtype, "device": x.device}
+        self.memory: Tensor | None = None
+        self.taken: set[int] = set()
+
+    def new(self) -> Tensor:
+        return torch.empty(self.shape, **self.options) if self.outer is None else self.outer[0].take(self.outer[1])
+
+    def take(self, place: int) -> Tensor:
+        """Memory for the gradient of the part at this place."""
+        if self.memory is None or place in self.taken:
+            self.memory, self.taken = self.new(), set()
+        self.taken.add(place)
+        return self.memory.split(self.sizes, -1)[place]
+
+    def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The gradient of x."""
+        memory, taken = self.memory, self.taken
+        self.memory, self.taken = None, set()
+        given = [
+            torch.zeros(*self.shape[:-1], size, **self.options) if d is None else d
+            for d, size in zip(grads, self.sizes, strict=True)
+        ]
+        if torch.is_grad_enabled():  # under create_graph=True
+            return torch.cat(given, -1)
+        if (whole := beside(given, -1)) is not None:
+            return whole
+        there: list[bool] = []
+        if memory is not None:
+            there = [is_at(d, slot) for d, slot in zip(given, memory.split(self.sizes, -1), strict=True)]
+        if memory is None or not all(there[place] for place in taken):
+            memory, there = self.new(), [False] * len(given)
+        end, waiting = 0, []
+        for d, known, size in zip([*given, None], [*there, True], [*self.sizes, 0], strict=True):
+            if known and waiting:  # one launch copies those that are neighbours
+                torch.cat(waiting, -1, out=memory[..., end - sum(x.shape[-1] for x in waiting) : end])
+                waiting = []
+            waiting += [] if known or d is None else [d]
+            end += size
+        return memory
+
+
+def is_at(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory."""
+    same = x.untyped_storage()._cdata == other.untyped_storage()._cdata and x.storage_offset() == other.storage_offset()
+    return same and x.shape == other.shape and x.stride() == other.stride() and x.dtype == other.dtype
+
+
+def beside(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The parts along the first or last axis as one tensor where they lie beside each other in memory, else None."""
+    first, size = parts[0], sum(part.shape[dim] for part in parts)
+    shape = [size, *first.shape[1:]] if dim == 0 else [*first.shape[:-1], size]
+    strides, at = [1], first.storage_offset()
+    for length in shape[:0:-1]:
+        strides.insert(0, length * strides[0])
+    for part in parts:
+        shared = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.storage_offset() == at
+        if not shared or list(part.stride()) != strides:
+            return None
+        at += part.shape[dim] * strides[dim]
+    return first.as_strided(shape, strides)
