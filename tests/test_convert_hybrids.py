@@ -64,7 +64,7 @@ WHOLE = [
 ]
 
 
-@cases("kind, options", *WHOLE[:3], *(pytest.param(*row, marks=pytest.mark.slow) for row in WHOLE[3:]))
+@cases("kind, options", *WHOLE)
 def test_there_and_back(kind, options, tmp_path):
     """Logits equal those of transformers, in one piece and in two. The way back gives the same file."""
     theirs = saved(kind, tmp_path / "in", **options)
@@ -85,7 +85,6 @@ def test_there_and_back(kind, options, tmp_path):
     assert first == second
 
 
-@pytest.mark.slow
 def test_qwen3_5_in_bfloat16_and_with_images(tmp_path):
     """The text model of a checkpoint that also holds a tower for images and a head for several tokens."""
     theirs = saved("qwen3_5_text", tmp_path / "text").bfloat16()
@@ -132,7 +131,6 @@ def test_models_without_a_place_are_refused(name, options, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 4])
 def test_groups_of_queries_are_kept(groups, tmp_path):
     """A converted model shares queries as the original does; one whose heads have a query each has as many groups."""
@@ -159,7 +157,6 @@ MIXERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), MIXERS)
 def test_a_mixer_equals_that_of_transformers(kind, options, tmp_path):
     theirs = saved(kind, tmp_path / "in", **options)
@@ -179,7 +176,6 @@ CASES = [(name, changes) for name, changes in VARIANTS if changes.get("fuse_norm
 CASES += [("mamba3", {}), ("mamba3", MIMO)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changes"), CASES)
 def test_fla_there_and_back(kind, changes):
     config, weights = mamba3(**changes) if kind == "mamba3" else published(kind, **changes)
@@ -191,7 +187,6 @@ def test_fla_there_and_back(kind, changes):
     assert_same(assemble(again, tensors)(ids)[0], model(ids)[0])
 
 
-@pytest.mark.slow
 def test_folders(tmp_path):
     config, weights = published("gla", torch.float32)
     (tmp_path / "in").mkdir()

@@ -20,10 +20,6 @@ LENGTH, VOCABULARY, HIDDEN = 13, 19, 16
 EXACT = 4 * 5.1e-15
 
 
-def slow(changes):
-    return pytest.param(changes, marks=pytest.mark.slow)
-
-
 def draw(shapes, seed=0):
     """Random weights, of which none hides a term."""
     random = torch.Generator().manual_seed(seed)
@@ -111,8 +107,8 @@ def mamba3_mixer(config, w, u):
 @pytest.mark.parametrize(
     "changes",
     [
-        slow({}), {"is_outproj_norm": True, "rope_fraction": 1.0}, {"is_mimo": True},
-        slow({"is_mimo": True, "is_outproj_norm": True, "rope_fraction": 1.0}),
+        {}, {"is_outproj_norm": True, "rope_fraction": 1.0}, {"is_mimo": True},
+        {"is_mimo": True, "is_outproj_norm": True, "rope_fraction": 1.0},
     ],
 )  # fmt: skip
 def test_mamba3(changes):

@@ -15,19 +15,17 @@ from halflife import tasks
 from halflife.analysis import survey
 from halflife.analysis.capture import capture
 from halflife.analysis.decays import measure_decays
+from halflife.analysis.forecast import reading, recall
 from halflife.analysis.foreign.families import MIXERS
 from halflife.analysis.foreign.load import load_foreign
 from halflife.analysis.foreign.model import ForeignModel, windows
 from halflife.analysis.foreign.recurrent import RecurrentModel
-from halflife.analysis.forecast import reading, recall
 from halflife.analysis.horizon import RetainedEnergy, horizon_lags, retained_energy
 from halflife.analysis.model_spectrum import model_spectrum
 from halflife.analysis.readable import layer_kinds
 from halflife.models.timescales import layer_decays
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
-FAST = ("zamba2", "recurrent_gemma")  # scalar and vector decays; importing the code of Qwen takes seconds
-EACH = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in OPTIONS]
 KINDS = {
     "qwen3_5_text": ["Gated DeltaNet"] * 3 + ["softmax attention"],
     "kimi_linear": ["Kimi delta attention"] * 3 + ["softmax attention"],
@@ -65,7 +63,7 @@ def mixer_at(layer, path):
     return next(module for name, module in layer.named_modules() if name == path or name.endswith(f".{path}"))
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", OPTIONS)
 @torch.no_grad()
 def test_decays_by_hand(kind):
     """g is what the weights give for the recorded input of the mixer, in every layer, and at zero input at rest."""
@@ -98,7 +96,7 @@ def test_decays_by_hand(kind):
         assert max(g.std(1).max() for g in got.values()) > 1e-3
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_windows_with_carried_state_equal_one_pass(kind):
     model, ids = build(kind), torch.randint(256, (1, 70))
     whole, one = read(model, ids, 512)
@@ -111,7 +109,7 @@ def test_windows_with_carried_state_equal_one_pass(kind):
         assert any((g - whole[layer][:, 56:]).abs().max() > 1e-3 for layer, g in last.items())
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_layers_are_listed(kind):
     foreign = ForeignModel(build(kind), kind)
     assert layer_kinds(foreign) == KINDS[kind]
@@ -218,7 +216,6 @@ def test_the_command(saved, tmp_path, capsys):
     assert got == [pytest.approx(scales, rel=1e-3) for scales in expected]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_every_class_through_the_survey(kind, tmp_path):
     """A saved model is loaded by transformers, with all weights, and its text measured."""
@@ -230,7 +227,6 @@ def test_every_class_through_the_survey(kind, tmp_path):
     assert all(math.isfinite(layer.decays.mean) for layer in model.layers)
 
 
-@pytest.mark.slow
 def test_the_text_part_of_a_model_with_images(tmp_path):
     """Qwen3.5 is released with a vision tower. Its text model is read."""
     from transformers import AutoConfig, Qwen3_5ForConditionalGeneration

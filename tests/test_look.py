@@ -419,7 +419,6 @@ def test_a_model_that_was_trained_several_times_is_found_by_its_name(tmp_path, m
     assert (_best_label(tmp_path, "b", found), _best_label(tmp_path, "c", found)) == ("b", "c")
 
 
-@pytest.mark.slow
 def test_models_of_transformers_are_read_in_place(tmp_path):
     """A model that is read in place has the numbers of the same model converted as a whole."""
     import foreign_models
@@ -438,7 +437,6 @@ def test_models_of_transformers_are_read_in_place(tmp_path):
             assert ours.max() > 0.01
 
 
-@pytest.mark.slow
 @cases(
     "kind",
     "qwen3_next",
@@ -464,7 +462,6 @@ def test_hybrids_of_transformers_show_all_layers_or_say_why(kind, tmp_path):
         assert np.abs(detail.weights.values).max() > 1e-4
 
 
-@pytest.mark.slow
 def test_mixers_without_a_conversion_are_refused_by_name():
     import foreign_models
 

@@ -256,8 +256,10 @@ def test_a_killed_server_does_not_end_the_comparison(longer, tmp_path, program):
     folder = create(tmp_path / "x")
     with own_cluster(folder, tmp_path) as (process, mark):
         victims = [number for number, command in descendants(mark).items() if re.search(program, command)]
-        assert len(victims) == 1
-        os.kill(victims[0], signal.SIGKILL)
+        assert victims
+        for number in victims:  # an agent that starts a process is there twice for a moment
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
         assert process.wait(240) == 0, (tmp_path / "said").read_text()
         assert not gone(mark)
     assert rows_of(folder) == expected

@@ -56,7 +56,7 @@ def text(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.parametrize("name", slow_beyond(("gate-rank-lm",), RECIPES))
+@pytest.mark.parametrize("name", slow_beyond(("gate-rank-lm", "echo-lm", "decay-lm"), RECIPES))
 def test_recipes_start(name, text, tmp_path):
     """Three steps of a model that only the recipe has, and its tests."""
     experiment, (changes, model) = EXPERIMENTS[name](), RECIPES[name]
