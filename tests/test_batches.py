@@ -269,9 +269,12 @@ def test_an_interrupted_run_goes_on_with_its_states(tmp_path, monkeypatch):
     recipe += ["--documents", "concatenated", "--carry-state", "--held-out", 0.2, "--quiet"]
     main([*map(str, recipe), "--output", str(tmp_path / "whole")])
 
+    begin = Metrics.on_step_begin
+
     def interrupted(self, arguments, state, control, **options):
         if state.global_step == 6:
             raise KeyboardInterrupt
+        begin(self, arguments, state, control, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(Metrics, "on_step_begin", interrupted)

@@ -160,7 +160,7 @@ def test_lora(name, tmp_path):
         expected = adapted(input_ids=ids).logits
         merged = adapted.merge_and_unload()
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
-    checkpoint.save(merged.model, tmp_path / "merged")
+    checkpoint.save(merged.to_halflife(), tmp_path / "merged")
     after = checkpoint.load(tmp_path / "merged").state_dict()
     assert after.keys() == before.keys()
     for key, x in after.items():
