@@ -121,8 +121,6 @@ class TrainExecution(Execution):
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     context_parallel: int = 1
     """With torchrun, processes that share each row: each has a piece, and states pass from one to the next."""
-    profile: bool = False
-    """Profile three steps, by pass: profile.csv, and trace.json for chrome://tracing or ui.perfetto.dev."""
     tensorboard: bool = False
     """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
@@ -168,7 +166,7 @@ class Train:
         from halflife.training.config import ExecutionConfig, rank
 
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
-        names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel", "profile")
+        names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel")
         tracking = track_options((*own.track, *["tensorboard"] * own.tensorboard))
         chosen = {} if self.job.dry_run else {name: getattr(own, name) for name in names}  # without torchrun, too
         execution = ExecutionConfig(**chosen, show=show, **tracking)
