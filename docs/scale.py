@@ -10,7 +10,7 @@ from halflife.files import write_json
 from halflife.models import preset
 from halflife.models.presets.sizes import SIZES
 from halflife.training.config import TrainConfig
-from halflife.training.plan import GPUS, Needs
+from halflife.training.plan import H100, Needs
 
 SIZE = "decay-160m"
 MODELS = ("mamba2+post", "gated_deltanet", "llama")
@@ -26,7 +26,7 @@ def predicted() -> dict[str, Any]:
         config = TrainConfig(model=model, steps=1, batch_size=1, learning_rate=1e-3, bf16=True)
         needs = Needs.of(config, LENGTHS[0])
         operations = [needs.costs.training_operations(length) for length in LENGTHS]
-        longest = [needs.longest(count, count, GPUS["h100"]) for count in COUNTS]
+        longest = [needs.longest(count, count, H100) for count in COUNTS]
         models.append({"model": name, "longest": longest, "operations": operations})
     return {"size": SIZE, "gpus": COUNTS, "lengths": LENGTHS, "models": models}
 

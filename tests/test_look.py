@@ -343,7 +343,7 @@ def test_a_page_has_the_numbers():
     np.testing.assert_allclose(shares, detail.shares() * np.sign(detail.weights.values), atol=0.5 / 127 + 1e-6)
     assert "http" not in page.replace("http-equiv", "")
     assert "srcdoc" in lens._repr_html_()
-    assert "share of the write that is left: cursor 24 × token 24" in detail.left._repr_html_()
+    assert "share of the write that is left: cursor 24 × token 24" in repr(detail.left)
 
 
 def test_pairs_are_found_and_marked():

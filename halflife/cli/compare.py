@@ -255,7 +255,7 @@ class Compare:
             for cell in {cell.model: cell for cell in plan.cells()}.values():
                 config = plan.configure(cell)
                 runs = Needs.of(config, max(config.sequences()), "blocks" in self.place.recompute)
-                print_plans(runs, cell.model, self.place.gpus, self.place.gpu)
+                print_plans(runs, cell.model, self.place.gpus)
 
     def _choices(self) -> dict[str, Any]:
         """The arguments of `plan_comparison`."""

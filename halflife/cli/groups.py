@@ -50,10 +50,8 @@ class Execution:
     """Compute results again in the backward pass in place of keeping them: norms (with gates, SwiGLU and rotations),
     conv, op, or several of these. blocks (or --gradient-checkpointing) is all inside blocks, a third more work."""
     gpus: int | None = None
-    """With --dry-run, also what each of 1, 2, 4, … to this many GPUs needs (with --recompute blocks, too), and the
+    """With --dry-run, also what each of 1, 2, 4, … to this many H100 needs (with --recompute blocks, too), and the
     longest row that they train on."""
-    gpu: str = "h100"
-    """The kind of these GPUs; h100 is the one that has been measured."""
     track: tuple[str, ...] = ()
     """Report metrics, gates, decay spectra and their figures to wandb, trackio, mlflow or tensorboard; several are
     allowed. Each has an extra of its name. Local files go into the folder of the job, unless the environment variables

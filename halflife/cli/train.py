@@ -284,4 +284,4 @@ def _print_needs(config: LanguageConfig, own: TrainExecution) -> None:
     print_needs({"model": model, "run": run}, [(estimate(config, sequences, own.micro_batch_size), 1)], config.bf16)
     if own.gpus is not None:
         needs = Needs.of(config, max(sequences), "blocks" in own.recompute, own.fsdp)
-        print_plans(needs, config.model.name, own.gpus, own.gpu)
+        print_plans(needs, config.model.name, own.gpus)

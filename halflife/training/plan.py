@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from halflife.models import LanguageModel
 from halflife.models.loss import tokens_at_once
-from halflife.registry import Registry
 from halflife.training.config import TrainConfig
 from halflife.training.estimate import BYTES_PER_PARAMETER, Costs, Line, model_costs, peak_memory
 
@@ -22,9 +21,8 @@ class Card:
     wire: float  # bytes a second to another GPU of the same machine, in one direction
 
 
-GPUS: Registry[Card] = Registry("GPU")
 # The product is measured (benchmarks/results/nvidia-h100-80gb-hbm3-20261126.md); the wire is NVLink's as it is sold.
-GPUS.add("h100")(Card(80e9, 716e12, 450e9))
+H100 = Card(80e9, 716e12, 450e9)
 
 
 @dataclass(frozen=True)

@@ -57,14 +57,14 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     show(Table(HEADINGS, [*table, styled("bold", *cells)], note, "needs"))
 
 
-def print_plans(needs: Needs, model: str, gpus: int, gpu: str) -> None:
+def print_plans(needs: Needs, model: str, gpus: int) -> None:
     """Print a row for 1, 2, 4, … to `gpus` GPUs: what each of them needs at least, and the longest row."""
-    from halflife.training.plan import GPUS
+    from halflife.training.plan import H100
 
     if gpus < 1:
         raise ValueError(f"--gpus must be at least 1; got {gpus}")
     counts = [2**i for i in range(gpus.bit_length()) if 2**i < gpus]
-    plans = [needs.plan(count, GPUS[gpu]) for count in (*counts, gpus)]
+    plans = [needs.plan(count, H100) for count in (*counts, gpus)]
     headings = (
         "GPUs", "a row", "weights + AdamW", "activations", "a layer", "states", "weights sent", "states sent", "a step",
         "the run", "longest row",
@@ -79,7 +79,7 @@ def print_plans(needs: Needs, model: str, gpus: int, gpu: str) -> None:
         for plan in plans
     ]  # fmt: skip
     note = (
-        f"Predicted, not measured, for {gpu} ({GPUS[gpu].memory / 1e9:.0f} GB): products in bfloat16 at the rate that "
+        f"Predicted, not measured, for h100 ({H100.memory / 1e9:.0f} GB): products in bfloat16 at the rate that "
         "one has reached,\na row at a time in each group, and weights, gradients and moments in float32"
         f"{', sharded over the groups' if needs.fsdp else ' on every GPU'}.\n"
         "Memory and bytes sent in a step are those of one GPU. Times are floors, of products and the wire alone. The "
