@@ -8,7 +8,7 @@ import torch
 from helpers import assert_raises
 
 from halflife import LanguageModel
-from halflife.lab.experiments import EXPERIMENTS, compare, paper_experiments
+from halflife.lab.experiments import EXPERIMENTS, paper_experiments
 from halflife.lab.experiments.mqar import STATES, PostMQAR
 from halflife.runs.sweep import Cell
 from halflife.tasks import build
@@ -145,17 +145,6 @@ def test_sizes_that_figure_3_does_not_have():
         assert f"{count:,}" in experiment.__doc__
 
 
-@pytest.mark.slow
-def test_echos_tiers_start(tmp_path):
-    settings = {"steps": 3, "hidden_size": 24, "batch_size": 2, "test_examples": 2, "validation_examples": 2}
-    folder = compare.create_comparison(
-        ["cg-ska-2.5:amnesia-cot_easy"], experiment="echo-tiers", output=tmp_path / "run",
-        settings={**settings, "amnesia_layers": 2},
-    )  # fmt: skip
-    (row,) = compare.run_comparison(folder, show=False)
-    assert row["test"] == "amnesia-cot_easy"
-
-
 def test_the_curriculum_starts_again_each_epoch():
     """32 stages of 512 batches of 2^18 tokens, from 16 to 128 pairs eight times."""
     config = PostMQAR().configure(PAPER, Cell("mamba2", 1e-3, 0))
@@ -221,15 +210,3 @@ def test_embedding_dropout_acts_in_training_alone():
     assert (given[0] == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert torch.equal(given[1], model.embedding(ids))
     assert_raises(ValueError, "embedding_dropout", dataclasses.replace, config, embedding_dropout=1.0)
-
-
-@pytest.mark.slow
-def test_it_starts(tmp_path):
-    """Three steps of the smallest scale, with the paper's schedule."""
-    changes = {"steps": 3, "schedule": "linear_by_epoch", "schedule_options": {"epochs": 3}, "test_examples": 4}
-    folder = compare.create_comparison(
-        ["gla+post_released"], experiment="post-mqar", output=tmp_path / "run",
-        settings={**changes, "validation_examples": 4, "batch_size": 2},
-    )  # fmt: skip
-    rows = compare.run_comparison(folder, show=False)
-    assert {row["test"] for row in rows} == {"in_distribution", "capacity", "persist"}

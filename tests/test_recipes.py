@@ -36,9 +36,10 @@ RECIPES = {
     "decay-lm": (TINY, "tpe/gla:released"),
     "echo-lm": ({**TINY, "train_length": 80}, "echo_paper"),  # a chunk of SKA has 64 tokens
     "gate-rank-lm": ({**TINY, "overrides": {"gate_rank.reset_rate": 0.5}}, "gated_deltanet+gate_rank"),
-    "post-mqar": ({}, "gla+post_released:16k"),
+    "post-mqar": ({"schedule": "linear_by_epoch", "schedule_options": {"epochs": 3}}, "gla+post_released:16k"),
     "echo-mqar": ({}, "mamba2+ska:K1"),
     "echo-transfer": ({}, "mamba2+ska:K1"),
+    "echo-tiers": ({"hidden_size": 24, "amnesia_layers": 2}, "cg-ska-2.5:amnesia-cot_easy"),
     "gate-rank-s5": ({"validation_length": 24}, "gated_deltanet+gate_rank:neg"),
     "gate-rank-mqar": ({}, "mamba2+gate_rank"),
     "gate-rank-niah": ({}, "gated_deltanet+gate_rank:reset50"),
