@@ -417,7 +417,7 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
 
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "out"
-    main(["train", *arguments(text, folder), "--tensorboard", "--prompts", "the state"])
+    main(["train", *arguments(text, folder), "--track", "tensorboard", "--prompts", "the state"])
     printed = capsys.readouterr().out
     assert "bits per byte" in printed
     for name in ("figures/loss.png", "figures/length.png", "samples.txt", "versions.json", "run.json", "README.md"):
@@ -455,7 +455,7 @@ def test_a_sample_begins_with_one_document(text, tmp_path, monkeypatch):
 
 def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made(text, tmp_path, refused, monkeypatch):
     monkeypatch.setattr("halflife.extras.importlib.util.find_spec", lambda name: None if name == "tensorboard" else 1)
-    message = refused("train", *arguments(text, tmp_path / "out"), "--tensorboard")
+    message = refused("train", *arguments(text, tmp_path / "out"), "--track", "tensorboard")
     assert message == f"halflife: --track tensorboard needs tensorboard: {install('tensorboard')}\n"
     assert not (tmp_path / "out").exists()
 

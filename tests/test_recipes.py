@@ -99,7 +99,7 @@ def test_a_recipe_from_the_command_line(text, tmp_path, capsys):
     (cell / "result.json").unlink()
     main(["train", "--resume", str(cell), "--quiet"])  # a run of the comparison is a run of `train`, too
     result = (cell / "result.json").read_text()
-    main(["compare", "--resume", folder, "--quiet", "--gradient-checkpointing"])
+    main(["compare", "--resume", folder, "--quiet", "--recompute", "blocks"])
     assert (cell / "result.json").read_text() == result
 
 

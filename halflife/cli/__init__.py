@@ -173,8 +173,6 @@ def parse(arguments: list[str], **options: Any) -> Any:
     options = {"config": (tyro.conf.OmitArgPrefixes,), **options}
     if arguments and not arguments[0].startswith("-"):
         name, *rest = arguments
-        if (old := "--gradient-checkpointing") in rest:
-            rest = [*(word for word in rest if word != old), "--recompute", "blocks"]
         if name not in COMMANDS:
             raise unknown("command", name, list(COMMANDS))
         if not rest and (lacking := CHOICES.get(name) or _required(command_class(name))):

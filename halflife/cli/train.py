@@ -13,7 +13,6 @@ from tyro.conf import Positional, arg
 
 from halflife.cli.groups import Execution, Job, options_of
 from halflife.cli.options import EXIT_PARTLY_FAILED, check_resume, new_folder, resumable, say, take_overrides
-from halflife.extras import require
 from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
@@ -121,8 +120,6 @@ class TrainExecution(Execution):
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     context_parallel: int = 1
     """With torchrun, processes that share each row: each has a piece, and states pass from one to the next."""
-    tensorboard: bool = False
-    """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
 
@@ -167,11 +164,9 @@ class Train:
 
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
         names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel")
-        tracking = track_options((*own.track, *["tensorboard"] * own.tensorboard))
+        tracking = track_options(own.track)
         chosen = {} if self.job.dry_run else {name: getattr(own, name) for name in names}  # without torchrun, too
         execution = ExecutionConfig(**chosen, show=show, **tracking)
-        if own.tensorboard:
-            require("--tensorboard", "tensorboard")
         check_resume(self, RUN_JSON, *options_of(own))
         if self.job.resume is not None:
             folder, config = self.job.resume, language.load_config(self.job.resume)
