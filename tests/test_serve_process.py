@@ -1,11 +1,15 @@
 """`halflife serve` as a process on a free port, with the client of openai."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import typing
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +19,9 @@ import torch
 from helpers import add_noise, assert_raises
 
 from halflife import LanguageModel, Session, preset
+from halflife.cli import main
 from halflife.models import checkpoint
 
-pytestmark = pytest.mark.slow
 in_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory is read from /proc")
 ROOT = Path(__file__).parent.parent
 
@@ -74,6 +78,34 @@ def wait_for(condition, seconds=30):
     raise AssertionError("it does not happen")
 
 
+def test_the_command_answers_until_it_is_ended(folder):
+    """In this process, with the server's own end by SIGTERM."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    answers = []
+
+    def visit():
+        for _ in range(1000):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
+                    answers.append(json.load(answer))
+                break
+            except urllib.error.URLError:
+                time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before, visitor = signal.getsignal(signal.SIGTERM), threading.Thread(target=visit)
+    visitor.start()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", str(folder), "--port", str(port), "--name", "tiny"])
+    finally:
+        visitor.join()
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
+    assert [model["id"] for model in answers[0]["data"]] == ["tiny"]
+
+
 def resident(process):
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * 4096 / 1e6
 
@@ -82,6 +114,7 @@ def ask(client, **body):
     return client.completions.create(**{"model": "tiny", "prompt": "hello", "max_tokens": 12, "temperature": 0, **body})
 
 
+@pytest.mark.slow
 def test_a_client_gets_texts_streams_stops_and_log_probabilities(client, expected):
     assert [model.id for model in client.models.list()] == ["tiny"]
     choice = ask(client, logprobs=2).choices[0]
@@ -93,6 +126,7 @@ def test_a_client_gets_texts_streams_stops_and_log_probabilities(client, expecte
     assert (stopped.text, stopped.finish_reason) == (expected[: expected.index(expected[4:6])], "stop")
 
 
+@pytest.mark.slow
 def test_null_reaches_the_server_as_the_default(client, expected):
     """Each nullable argument of the client's method is null, one by one and all together."""
     from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as Parameters
@@ -108,6 +142,7 @@ def test_null_reaches_the_server_as_the_default(client, expected):
     assert ask(client, temperature=1, top_p=1e-50, seed=-1).choices[0].text == expected
 
 
+@pytest.mark.slow
 def test_errors_reach_the_client_as_its_own_classes(client):
     import openai
 
@@ -115,6 +150,7 @@ def test_errors_reach_the_client_as_its_own_classes(client):
     assert_raises(openai.NotFoundError, "there is no model", ask, client, model="gpt")
 
 
+@pytest.mark.slow
 def test_requests_of_clients_that_leave_are_cancelled(server, client, expected):
     stream = ask(client, max_tokens=100_000, stream=True)
     next(iter(stream))
@@ -130,6 +166,7 @@ def post(url, path, **body):
         return json.load(answer)
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_over_requests(server, expected):
     url = f"{server[1]}/sessions"
     opened = post(url, "", input="hel")
@@ -141,6 +178,7 @@ def test_a_session_goes_on_over_requests(server, expected):
     assert read["state_bytes"] == fork["state_bytes"] == opened["state_bytes"]
 
 
+@pytest.mark.slow
 @in_proc
 def test_a_session_of_a_million_tokens_has_the_bytes_of_a_short_one(server):
     process, url = server[0], f"{server[1]}/sessions"
@@ -155,6 +193,7 @@ def test_a_session_of_a_million_tokens_has_the_bytes_of_a_short_one(server):
     assert len(post(url, f"/{name}/generate", max_tokens=5)["choices"][0]["text"]) > 0
 
 
+@pytest.mark.slow
 def test_sigterm_completes_the_answers_that_have_begun(server, client):
     process, _ = server
     stream = iter(ask(client, max_tokens=300, stream=True))
@@ -166,6 +205,7 @@ def test_sigterm_completes_the_answers_that_have_begun(server, client):
     assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 @in_proc
 def test_the_memory_stays_over_prompts_of_many_lengths(server, client):
     """If prompts are read in calls of any length, the last 600 requests take more than 100 MB."""
