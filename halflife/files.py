@@ -25,6 +25,7 @@ WEIGHTS = "model.safetensors"
 RUN_JSON = "run.json"
 VERSIONS_JSON = "versions.json"  # versions of the packages, the device, and the command of a language run
 METRICS_JSONL = "metrics.jsonl"
+PROFILE_CSV, TRACE_JSON = "profile.csv", "trace.json"  # of `halflife train --profile`
 RESULT_JSON = "result.json"
 CHECKPOINTS = "checkpoints"  # a folder
 COMPLETE_JSON = "complete.json"  # in a folder of `checkpoints` that was written to its end

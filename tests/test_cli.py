@@ -238,7 +238,7 @@ def test_names_for_set_that_are_options(text):
     assert run.seed == run.data["seed"] == 3
 
 
-@pytest.mark.parametrize(("name", "count"), [("train", 43), ("compare", 45)])
+@pytest.mark.parametrize(("name", "count"), [("train", 44), ("compare", 45)])
 def test_options_of_groups_have_no_prefix(name, count, capsys):
     options = options_of(command_class(name)())
     assert len(options) == count

@@ -1,5 +1,6 @@
 """Language models on text, with files, processes and signals. The numbers do not depend on how a run is executed."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -417,9 +418,16 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
 
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "out"
-    main(["train", *arguments(text, folder), "--track", "tensorboard", "--prompts", "the state"])
+    main(["train", *arguments(text, folder), "--track", "tensorboard", "--profile", "--prompts", "the state"])
     printed = capsys.readouterr().out
     assert "bits per byte" in printed
+    assert "optimiser" in printed
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    profiled = {row["pass"]: row for row in csv.DictReader((folder / "profile.csv").read_text().splitlines())}
+    assert sum(float(row["share"]) for row in profiled.values()) == pytest.approx(1, abs=1e-3)
+    for name in ("convolution", "norms and gates", "op", "projections", "loss"):
+        assert min(float(profiled[name][key]) for key in ("forward_ms", "backward_ms")) > 0, name
+    assert float(profiled["optimiser"]["forward_ms"]) > 0 < float(profiled["decays"]["forward_ms"])
     for name in ("figures/loss.png", "figures/length.png", "samples.txt", "versions.json", "run.json", "README.md"):
         assert (folder / name).stat().st_size
     assert list((folder / "tensorboard").glob("events*"))

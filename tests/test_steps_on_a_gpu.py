@@ -1,10 +1,14 @@
 """A host that trains on a GPU launches steps ahead and waits for none. The GPU is a fake."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from torch.profiler import DeviceType
 
 from halflife import LanguageModel, preset
+from halflife.evaluation.profile import times
 from halflife.training.checkpoints import CheckpointStore
 from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
@@ -57,6 +61,21 @@ def test_the_optimiser_is_one_kernel(fused, request, monkeypatch, tmp_path):
         monkeypatch.setattr(torch.nn.Module, "to", lambda module, *given: module)
     groups = trainer(tmp_path).create_optimizer().param_groups
     assert [group["fused"] for group in groups] == [fused] * len(groups)
+
+
+def test_a_profile_counts_each_kernel_once():
+    """With the operation that launched it, and not as an event of the GPU, nor as the range of a module there."""
+
+    def event(name, device, milliseconds, parent=None):
+        return SimpleNamespace(
+            name=name, device_type=device, self_device_time_total=1e3 * milliseconds, cpu_parent=parent, sequence_nr=-1
+        )
+
+    on_host, on_device = DeviceType.CPU, DeviceType.CUDA
+    ranged = event("pass: op", on_host, 0)
+    events = [ranged, event("halflife::triton_linear", on_host, 2, ranged)]
+    events += [event("walk_kernel", on_device, 2), event("pass: op", on_device, 3)]
+    assert times(events, on_device=True) == {"op": [0.002, 0.0]}
 
 
 def test_a_gpu_times_its_own_steps(monkeypatch):

@@ -173,6 +173,8 @@ def parse(arguments: list[str], **options: Any) -> Any:
     options = {"config": (tyro.conf.OmitArgPrefixes,), **options}
     if arguments and not arguments[0].startswith("-"):
         name, *rest = arguments
+        if (known := "--gradient-checkpointing") in rest:  # as the Trainer of transformers calls it
+            rest = [*(word for word in rest if word != known), "--recompute", "blocks"]
         if name not in COMMANDS:
             raise unknown("command", name, list(COMMANDS))
         if not rest and (lacking := CHOICES.get(name) or _required(command_class(name))):

@@ -48,7 +48,7 @@ class Execution:
     """Rows that a process holds at once (training on text); the gradients of micro-batches are added. Default: all."""
     recompute: tuple[str, ...] = ()
     """Compute results again in the backward pass in place of keeping them: norms (with gates, SwiGLU and rotations),
-    conv, op, or several of these. blocks is all inside blocks, a third more work."""
+    conv, op, or several of these. blocks (or --gradient-checkpointing) is all inside blocks, a third more work."""
     gpus: int | None = None
     """With --dry-run, also what each of 1, 2, 4, … to this many H100 needs (with --recompute blocks, too), and the
     longest row that they train on."""

@@ -120,6 +120,8 @@ class TrainExecution(Execution):
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     context_parallel: int = 1
     """With torchrun, processes that share each row: each has a piece, and states pass from one to the next."""
+    profile: bool = False
+    """Profile three steps, by pass: profile.csv, and trace.json for chrome://tracing or ui.perfetto.dev."""
     prompts: tuple[str, ...] = ()
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
 
@@ -163,7 +165,7 @@ class Train:
         from halflife.training.config import ExecutionConfig, rank
 
         own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
-        names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel")
+        names = ("micro_batch_size", "recompute", "compile", "fsdp", "context_parallel", "profile")
         tracking = track_options(own.track)
         chosen = {} if self.job.dry_run else {name: getattr(own, name) for name in names}  # without torchrun, too
         execution = ExecutionConfig(**chosen, show=show, **tracking)

@@ -188,7 +188,7 @@ def fit(
 
     from halflife.models.compiled import compiled_blocks
     from halflife.training import sharding
-    from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal, check_weights
+    from halflife.training.callbacks import Diverged, Metrics, Profiling, ProgressBar, StopOnSignal, check_weights
     from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
     from halflife.training.speed import keep_freed_memory
     from halflife.training.trackers import Tracking
@@ -215,6 +215,10 @@ def fit(
         if execution.context_parallel > 1:
             objective.context, data = split_rows(objective, data, mesh["context"])
     callbacks: list[Any] = [metrics, stop, *([bar] if execution.show and rank() == 0 else [])]
+    if execution.profile:
+        from halflife.evaluation.profile import Profile
+
+        callbacks.append(Profiling(Profile(objective, folder, arguments.device)))
     kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
     trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)
     for default in (PrinterCallback, ProgressCallback):

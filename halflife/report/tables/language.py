@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from pathlib import Path
 from typing import Any
 
+from halflife.files import PROFILE_CSV, TRACE_JSON
 from halflife.report.table import Table, show
 from halflife.runs.records import number
 
@@ -25,5 +27,9 @@ def print_language_run(result: dict[str, Any], folder: Path) -> None:
     speed, share = (number(result[name]) for name in ("tokens_per_second", "mfu"))
     if math.isfinite(speed):  # it is unknown after a resume from the last step
         print(f"training: {speed:,.0f} tokens/s, {share:.0%} of the fastest matrix product here (MFU)")
+    if (folder / PROFILE_CSV).exists():
+        with (folder / PROFILE_CSV).open(newline="", encoding="utf-8") as file:
+            headings, *times = csv.reader(file)
+        show(Table(headings, times, title=f"times of a step; its trace: {folder / TRACE_JSON}"))
     print(f"report: {folder / 'report.html'}")
     print(f'continue a text with: halflife generate {folder} "…"')
