@@ -70,6 +70,7 @@ test-oldest test-newest: chromium
 	grep -v -e '^torch==' -e '^numpy==' constraints.txt > $(VENV)-$@/constraints.txt
 	$(VENV)-$@/bin/python -m pip install --quiet --upgrade --constraint $(VENV)-$@/constraints.txt \
 	  '$(TORCH)' '$(NUMPY)' --editable '.[dev]'
+	-$(VENV)-$@/bin/halflife build
 	$(VENV)-$@/bin/python -m $(PYTEST)
 	$(VENV)-$@/bin/python -m pytest tests/test_offline.py -m slow -k compiles
 

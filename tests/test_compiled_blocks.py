@@ -19,7 +19,9 @@ SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
 # Rows shorter than a chunk of 64 tokens have a graph of their own each.
 ROWS = [(2, length, None) for length in (64, 64, 96, 80, 72, 100)]
 PACKED = [(1, 64, bounds) for bounds in ([0, 5, 64], [0, 2, 9, 64], [0, 4, 5, 9, 64], [0, 64], [0, 1, 64], [0, 64])]
-EXACT = 1e-6  # of compiled blocks in float32; aot_eager changes no bit
+# Four times the largest error of compiled blocks in float32, in a gradient of Mamba-2's steps without native kernels.
+# With them aot_eager changes no bit.
+EXACT = 1.4e-5
 BY_INDUCTOR = 9e-5  # four times the largest error, in a gradient of Mamba-2's rates
 
 

@@ -143,7 +143,7 @@ def test_no_group_is_copied_for_its_heads(op, backend):
     arguments = rounded(op_inputs(op, "scalar", 512, batch=8, heads=8, key=64, value=4), torch.float32)
     size = arguments["q"].numel() * arguments["q"].element_size()
     arguments |= {name: arguments[name][:, :, :1] for name in "qk"}
-    with profile(profile_memory=True) as profiled:
+    with profile(profile_memory=True, acc_events=True) as profiled:
         run_op(op, arguments, backend=backend)
     allocated = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     assert sum(bytes >= size for bytes in allocated) == (2 if op == "dplr" else 0)
