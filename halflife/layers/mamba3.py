@@ -157,13 +157,13 @@ class Mamba3(HasMemory, Mixer):
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
         chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
         g, step, _ = self.decay(f, position=position, parts=True, **chosen)
-        passes, rank = self.pass_backend, 1 if self.mimo is None else self.mimo.rank
+        passes = self.pass_backend
         angle, last = running_angles(step, rate, state.get("angle"), True, packing, passes)
         weight, gain, last_gain = trapezoid_weights(g, step, trapezoid, state.get("gain"), packing, passes)
         first, eps = (state.get("key"), state.get("value")), self.key.eps
 
         def turned(query: Any) -> tuple[Tensor, ...]:
-            rest = first, eps, rank > 1, packing, passes
+            rest = first, eps, self.mimo is not None, packing, passes
             return self.key(run=lambda key: trapezoid_keys(c, b, v, angle, query, key, *rest))
 
         q, k_before, v_before, dot, key, value, *k = self.query(run=turned)

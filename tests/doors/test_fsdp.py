@@ -12,7 +12,7 @@ from combinations import SIZES, combinations
 from helpers import port
 from pairwise import slow_beyond
 from test_registry import KINDS, NAMES, build, kept
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
 from halflife import LanguageModel, preset
 from halflife.hf import HalflifeForCausalLM
@@ -94,6 +94,20 @@ def test_one_channel_of_post_is_sharded(one_process):
     model(torch.arange(8).unsqueeze(0))[0].logsumexp(-1).sum().backward()
     assert all(x.grad is not None for x in model.parameters())
     assert model.state_dict()["blocks.0.mixer.decay.delta"].shape == (0,)
+
+
+def test_no_unit_has_a_name_of_fsdps(one_process):
+    """FSDP1 stands in the place of a unit, so a layer that reads `unit.rank` would get the rank of the process."""
+    whole = ShardingStrategy.NO_SHARD  # as one process asks for
+    wrapped = FullyShardedDataParallel(torch.nn.Linear(1, 1), sharding_strategy=whole, device_id=torch.device("cpu"))
+    taken = vars(wrapped).keys() - vars(torch.nn.Linear(1, 1)).keys()
+    assert "rank" in taken
+    for name in PRESETS:
+        with torch.device("meta"):
+            model = LanguageModel(preset(name, **SIZES))
+        for unit in model.modules():
+            if isinstance(unit, (*sharding.UNITS,)):
+                assert not taken & vars(unit).keys(), (name, type(unit).__name__)
 
 
 WAYS = ("fsdp1", "fsdp2", "fully_shard", "accelerate-1", "accelerate-2", "trainer-1", "trainer-2")

@@ -32,13 +32,13 @@ class MIMO(Float32Module):
 
     def __init__(self, num_heads: int, rank: int, head_dim: int) -> None:
         super().__init__()
-        self.rank = rank
+        self.mimo_rank = rank
         self.values, self.gates, self.outputs = (nn.Parameter(torch.empty(rank, num_heads, head_dim)) for _ in range(3))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.values, 1 / self.rank)
-        nn.init.constant_(self.outputs, 1 / self.rank)
+        nn.init.constant_(self.values, 1 / self.mimo_rank)
+        nn.init.constant_(self.outputs, 1 / self.mimo_rank)
         nn.init.ones_(self.gates)
 
     def forward(
@@ -63,7 +63,7 @@ class MIMO(Float32Module):
         Returns:
             `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, H, V]`.
         """
-        rank, room, (key, value, last_gain) = self.rank, ROOMY[v.dtype], last
+        rank, room, (key, value, last_gain) = self.mimo_rank, ROOMY[v.dtype], last
         q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q, k_before))
         v_rows = (v_before.unsqueeze(2) * self.values.to(v.dtype)).flatten(1, 2)
         decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay

@@ -87,7 +87,7 @@ def _describe(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
             "fla's mamba3 has rates that depend on the input (rate_floor) and a whole expand; this model has "
             f"rate_floor {one.rate_floor} and expand {inner / model.config.hidden_size:g}"
         )
-    rank = 1 if one.mimo is None else one.mimo.rank
+    rank = 1 if one.mimo is None else one.mimo.mimo_rank
     return {
         "head_dim": one.head_dim, "state_size": size, "expand": inner // model.config.hidden_size,
         "n_groups": one.splits[2] // (rank * size),
