@@ -251,7 +251,8 @@ def test_every_scale_configures_every_model(task, scale):
     presets = ("mamba2", "mamba2+post", "gated_deltanet", "retnet", "gla", "gla+post", "simple", "llama")
     on_text = experiment.measure == "loss"
     named = on_text or task in ("echo-tiers", "koopman-powers", "post-review")  # their models are variants, not presets
-    for model in experiment.models_at(scale) if on_text else (*experiment.models, *(() if named else presets)):
+    own = experiment.models_at(scale) if on_text or task == "post-review" else experiment.models
+    for model in (*own, *(() if on_text or named else presets)):
         config = experiment.configure(settings, Cell(model, experiment.learning_rates(model, scale)[0], 0))
         for test in () if on_text else config.tests:
             tasks.build(**test.task)
