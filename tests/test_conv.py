@@ -120,6 +120,9 @@ def test_bfloat16_computes_in_float32(conv):
     ({"activation": "relu"}, "activation must be"),
     ({"initial_state": torch.zeros(1, 3, 4)}, "initial_state must be"),
     ({"cu_seqlens": torch.tensor([0, 4])}, "rise from 0"),
+    ({"splits": (1, 1)}, r"splits must add up to the 3 channels of x; got \[1, 1\]"),
+    ({"splits": (-1, 4)}, r"splits must add up to the 3 channels of x; got \[-1, 4\]"),
+    ({"splits": ()}, "splits must add up to the 3 channels"),
 )
 def test_errors_say_what_is_wrong(change, message):
     arguments = {"x": torch.zeros(1, 5, 3), "weight": torch.zeros(3, 4)}

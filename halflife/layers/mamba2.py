@@ -124,7 +124,7 @@ class Mamba2(HasMemory, Mixer):
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
-        projected = self.in_proj(x)
+        projected = self.in_proj(x)  # on a CPU `split` would do the same by one call more, at each token
         z, xbc, f = projected.split(self.splits, -1) if x.is_cpu else split(projected, self.splits)
         if not x.is_cpu and not self.share_features and self.decodes(xbc, state, packing):
             y, new = self._token(x, xbc, f, position, state, packing)

@@ -51,14 +51,16 @@ def causal_conv1d(
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
         backend: "auto", or one of `available_backends("causal_conv1d")`.
         dtype: dtype of the results; None is that of x.
-        splits: channels of the parts of y, which is then a tuple of them; a kernel may give each its own memory.
         unit: `(channels, size)`; each `size` of the first `channels` outputs are divided by `√(‖y‖² + 1e-6)`.
+        splits: numbers of channels, which add up to D, of the parts in which y is returned. None is y as one tensor. A
+            kernel may give each part its own memory.
 
     Returns:
-        `y [B, T, D]` and the final state `[N, D, W − 1]`, or None.
+        `y [B, T, D]`, or with `splits` the tuple of its parts `[B, T, Dᵢ]`; and the final state `[N, D, W − 1]`, or
+        None.
 
     Raises:
-        ValueError: a shape does not fit, or the activation is unknown.
+        ValueError: a shape does not fit, the activation is unknown, or `splits` do not add up to D.
     """
     if isinstance(weight, Tensor) and weight.shape[-1:] == (0,):
         raise ValueError(f"weight must be [D, W] with at least one tap; got {list(weight.shape)}")
@@ -66,6 +68,8 @@ def causal_conv1d(
         raise ValueError(f"activation must be 'silu' or None; got {activation!r}")
     if unit is not None and (unit[1] < 1 or unit[0] % unit[1] or unit[0] > x.shape[-1]):
         raise ValueError(f"unit must be (channels, size), channels of x in groups of equal size; got {unit}")
+    if splits is not None and (sum(splits) != x.shape[-1] or min(splits, default=0) < 0):
+        raise ValueError(f"splits must add up to the {x.shape[-1]} channels of x; got {list(splits)}")
     tensors = {"x": x, "weight": weight, "bias": bias}
     y, state = dispatch(
         "causal_conv1d", tensors, initial_state, cu_seqlens, backend, output_final_state, activation=activation,
