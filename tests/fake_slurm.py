@@ -23,9 +23,13 @@ with open(os.devnull, "w") as nothing:
 print("Submitted batch job", number)
 """
 SRUN = """#!{python}
-import os, sys
+import os, sys, time
+from pathlib import Path
 at = sys.argv.index("-u") - 1  # the python of the command, after srun's options
 job = os.environ["SLURM_JOB_ID"]
+work = Path(sys.argv[-1].replace("%j", job), f"{{job}}_submitted.pkl")
+while not work.exists():  # submitit moves it there once `sbatch` has ended, long before Slurm starts a job
+    time.sleep(0.01)
 log = os.open(sys.argv[3].replace("%j", job).replace("%t", "0"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 1)
 os.dup2(log, 2)
