@@ -202,3 +202,44 @@ def test_bytes_of_a_launch():
     wide = torch.empty(4, 1, 8).expand(4, 5, 8)
     launch = kernels.Launch(None, (1,), {"x": torch.empty(10), "y": wide, "n": 3}, {})
     assert kernels.moved(launch, found) == 2 * 40 + 4 * 8 * 4
+
+
+GRIDS = """
+import sys
+sys.path[:0] = ["benchmarks"]
+import offline, torch
+from halflife import LanguageModel, preset
+wrong = set()
+for name in sys.argv[1:]:
+    with torch.device("meta"):
+        model = LanguageModel(preset(name, hidden_size=256, num_layers=2, vocab_size=256))
+        ids = torch.zeros(1, 4_000_000, dtype=torch.long)
+    launches = []
+    with offline.offline_models.on_a_gpu(), offline.offline_kernels.captured(launches):
+        model(ids)[0].float().sum().backward()
+    assert launches
+    wrong |= {(name, x.name, x.grid) for x in launches if max(x.grid[1:], default=0) > 65_535}
+print(sorted(wrong))
+"""
+
+
+@pytest.mark.slow
+def test_cuda_takes_the_grids_of_millions_of_tokens():
+    """In float32, whose chunks are short: a card takes at most 65,535 programs on the second and third axes."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    models = [
+        "mamba2",
+        "mamba2+post+gate_rank",
+        "gated_deltanet",
+        "gla",
+        "rwkv7",
+        "mamba2+ska",
+        "mamba3",
+        "kda",
+        "llama",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", GRIDS, *models], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    )
+    assert done.stdout == "[]\n"

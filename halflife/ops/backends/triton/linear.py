@@ -261,7 +261,7 @@ def _shared_backward(
     dg, dgain = None if g is None else new(3, *g.shape), None if gain is None else new(gain.shape)
     dskip = None if call.skip is None else new(chunks, heads)
     if chunks * heads:
-        launch(shared_grads_kernel, (3 * heads // each, chunks))(
+        launch(shared_grads_kernel, (3 * heads // each * chunks,))(
             q, k, call.v, do, sums, states, after_chunks, g, gain, dq, dk, dg, dgain, dskip, segments.table,
             call.scale, length, segments.length, segments.per_sequence, tokens, heads, heads // groups, each,
             *(stride for x in (q, k, call.v) for stride in x.stride()[1:3]), **call.constants(tiles),

@@ -72,9 +72,11 @@ def shared_grads_kernel(
 
     `before` has the states that enter chunks, and `after` the gradients of those after them.
     """
-    group = tl.program_id(0) // 3
+    kind = tl.program_id(0) % 3
+    group = tl.program_id(0) // 3 % (H // HEADS)
+    chunk = tl.program_id(0) // (3 * (H // HEADS))  # on one axis, because the second one has at most 65,535 programs
     first = group * HEADS
-    token, size, place = chunk_tokens(table, tl.program_id(1), T, LENGTH, PER, C)
+    token, size, place = chunk_tokens(table, chunk, T, LENGTH, PER, C)
     cc = tl.arange(0, C)
     kk = tl.arange(0, BK)
     vv = tl.arange(0, BV)
@@ -88,8 +90,8 @@ def shared_grads_kernel(
     out = (token * (H // HEADS) + group) * K
     nothing = tl.zeros([C], tl.float32)
     if MODE != 0:
-        dg += (tl.program_id(0) % 3) * H * TOKENS
-    if tl.program_id(0) % 3 == 0:
+        dg += kind * H * TOKENS
+    if kind == 0:
         qs = load(queries_at, cc, kk, inside, QT, K, BK)
         ks = load(keys_at, cc, kk, inside, KT, K, BK)
         total = tl.zeros([C, BK], tl.float32)
@@ -111,7 +113,7 @@ def shared_grads_kernel(
             wide = beside_state(ks)
             total = dot(scores.to(wide.dtype), wide, total, PRECISION)
         store(dq + out, total * scale, cc, kk, inside, (H // HEADS) * K, K, BK)
-    elif tl.program_id(0) % 3 == 1:
+    elif kind == 1:
         qs = load(queries_at, cc, kk, inside, QT, K, BK)
         total = tl.zeros([C, BK], tl.float32)
         for n in tl.range(0, HEADS, num_stages=STAGES):
@@ -151,7 +153,7 @@ def shared_grads_kernel(
             scores = dot(dos, tl.trans(vs), tl.zeros([C, C], tl.float32), PRECISION)
             if dskip is not None:
                 of_skip = tl.sum(tl.where(cc[:, None] == cc[None, :], scores, 0.0))
-                tl.store(dskip + tl.program_id(1) * H + h, tl.where(exists, of_skip, 0.0))
+                tl.store(dskip + chunk * H + h, tl.where(exists, of_skip, 0.0))
             scores *= dot(qs, tl.trans(ks), tl.zeros([C, C], tl.float32), PRECISION)
             scores *= stored_decays(at, H * TOKENS, cc, cc, inside, inside, MODE) * scale
             if gain is not None:
