@@ -13,6 +13,7 @@ if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 MODIFIED = ("mamba2+post", "mamba2+post+gate_rank", "gated_deltanet+gate_rank", "mamba2+ska", "mamba2+attention")
+EVERY = (*PRESETS, *MODIFIED, "mamba2+log_linear", "mamba2+swa", "gated_deltanet+koopman_mlp", "simple+tpe")
 # Those that run packed by our kernels, without fla.
 PACKED = ("mamba2", "gated_deltanet", "mamba2+post+gate_rank", "mamba3", "mamba3_mimo", "mamba3_echo")
 # Their packed forms need the lengths of sequences as numbers: chunks in plain torch (on inputs that fla does not take),
@@ -48,7 +49,8 @@ def test_models_are_one_graph_with_fla(name):
     run(f"one_graph({name!r}, with_fla=True)")
 
 
-@pytest.mark.slow
-def test_the_host_waits_for_no_value():
-    names = (*PRESETS, *MODIFIED, "mamba2+log_linear", "mamba2+swa", "gated_deltanet+koopman_mlp", "simple+tpe")
+@pytest.mark.parametrize(
+    "names", [["mesa", "mamba2+post+gate_rank", "gla"], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_the_host_waits_for_no_value(names):
     run("; ".join(f"no_waits({name!r}, packed={name not in READ_LENGTHS})" for name in names))

@@ -74,7 +74,7 @@ def ridge_attention(
         ValueError: a shape or number does not fit, or a log-decay is positive.
     """
     check_solver(iterations, tolerance)
-    if isinstance(ridge, Tensor) and not (is_traced(ridge) or (ridge > 0).all()):
+    if isinstance(ridge, Tensor) and may_branch(ridge.device) and not (is_traced(ridge) or (ridge > 0).all()):
         raise ValueError("ridge must be positive numbers")
     return dispatch(
         "ridge_attention", {"q": q, "k": k, "v": v, "g": g, "beta": beta, "ridge": ridge}, initial_state, cu_seqlens,
