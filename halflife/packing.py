@@ -14,7 +14,8 @@ class Packing:
     """The sequences of tokens `[B, T]`: B rows of T tokens, or N sequences packed along T in a single row.
 
     A model makes it once in a forward pass and passes it down in the place of `cu_seqlens`. The boundaries are then
-    checked once. They are read from their device once, by an implementation that needs them as numbers.
+    checked once. They are read from their device once, by an implementation that needs them as numbers. A packing that
+    was made on the host and is then sent `to` a device knows the numbers, so nothing waits for that device.
 
     Attributes:
         batch, length: B and T.
@@ -63,14 +64,22 @@ class Packing:
             raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {bounds}")
         return packing
 
-    def on(self, device: torch.device) -> Packing:
+    def to(self, device: torch.device, non_blocking: bool = True) -> Packing:
         """This packing with its boundaries on `device`."""
         assert self.cu_seqlens is not None
         if self.cu_seqlens.device == device:
             return self
-        moved = Packing(self.batch, self.length, self.cu_seqlens.to(device, non_blocking=True))
-        moved._bounds = self._bounds
-        return moved
+        return self._with(self.cu_seqlens.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self, *device: Any) -> Packing:
+        """This packing with its boundaries in pinned memory, as a `DataLoader` asks for."""
+        assert self.cu_seqlens is not None
+        return self._with(self.cu_seqlens.pin_memory(*device))
+
+    def _with(self, cu_seqlens: Tensor) -> Packing:
+        same = Packing(self.batch, self.length, cu_seqlens, self._longest)
+        same._bounds = self._bounds
+        return same
 
     def __repr__(self) -> str:
         if self.cu_seqlens is None:

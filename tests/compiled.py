@@ -32,6 +32,7 @@ from halflife.layers.parts import set_backend  # noqa: E402
 from halflife.ops import arguments  # noqa: E402
 from halflife.ops.backends import fla, fla_op, triton  # noqa: E402
 from halflife.ops.spec import OPS  # noqa: E402
+from halflife.packing import Packing  # noqa: E402
 
 
 def kernels_of(graph: Any) -> Counter:
@@ -158,8 +159,12 @@ def _with_checks() -> Iterator[None]:
 
 
 def no_waits(name: str, packed: bool = True) -> None:
-    """Check that the host waits for no value of the device, forward and backward, of packed input, and for a token."""
-    model = _model(name)
+    """Check that the host waits for no value of the device, forward and backward, of packed input, and for a token.
+
+    In training the host knows where the sequences of packed input lie. `packed`: it need not, either.
+    """
+    model, bounds = _model(name), torch.tensor([0, 30, 80])
+    inputs = [Packing.of(bounds, 1, 80).to(torch.device("meta")), *([bounds.to("meta")] if packed else [])]
 
     def black_box(name: str, tensors: Any, scale: float) -> Any:
         given = {key: x for key, x in tensors.items() if x is not None}
@@ -168,7 +173,7 @@ def no_waits(name: str, packed: bool = True) -> None:
     with on_a_gpu(True), _with_checks(), mock.patch.object(fla_op, "call", black_box), _NoWaits():
         logits, state = model(_ids(2, 80))
         logits.float().sum().backward()
-        if packed:
-            model(_ids(1, 80), cu_seqlens=torch.tensor([0, 40, 80], device="meta"))[0].float().sum().backward()
+        for cu_seqlens in inputs:
+            model(_ids(1, 80), cu_seqlens=cu_seqlens)[0].float().sum().backward()
         with torch.no_grad():
             model.eval()(_ids(2, 1), state)

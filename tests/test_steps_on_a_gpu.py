@@ -46,6 +46,23 @@ def test_batches_arrive_from_pinned_memory_while_the_host_goes_on(gpu, monkeypat
     assert sent == [({"labels": torch.full((1,), 5.0)}, torch.device("cuda"), {"non_blocking": True})]
 
 
+def test_the_host_keeps_the_boundaries_of_a_packed_batch(gpu, monkeypatch, tmp_path):
+    """As numbers beside the pinned and copied tensor, so that layers that need them do not wait."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *given: x + 0)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *given: module)
+    waits, to = [], torch.Tensor.to
+
+    def to_no_data(x, device, non_blocking=False):
+        waits.append(not non_blocking)
+        return to(x, "meta")
+
+    monkeypatch.setattr(torch.Tensor, "to", to_no_data)
+    item = {"input_ids": torch.zeros(1, 5), "cu_seqlens": torch.tensor([0, 2, 5])}
+    packing = next(iter(trainer(tmp_path, [item] * 2).get_train_dataloader()))["cu_seqlens"]
+    assert packing.cu_seqlens.is_meta
+    assert (packing.bounds, packing.longest, waits) == ([0, 2, 5], 3, [False, False])
+
+
 def test_without_torchrun_one_of_several_gpus_trains(gpu, monkeypatch, tmp_path):
     """Else the Trainer asks for a batch a GPU, and an item of our data is a whole one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

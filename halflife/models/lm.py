@@ -138,7 +138,7 @@ class Backbone(nn.Module):
         self,
         ids: Tensor,
         state: Sequence[State] | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         attention_mask: Tensor | None = None,
         action_mask: Tensor | None = None,
         call: Callable[..., tuple[Tensor, State]] | None = None,

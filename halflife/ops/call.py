@@ -61,7 +61,7 @@ class Call:
             check_chunk_size(chunk_size)
         packing = Packing.of(cu_seqlens, sizes["B"], sizes["T"])
         if packing.cu_seqlens is not None:
-            packing = packing.on(device)
+            packing = packing.to(device)
         sizes["N"] = packing.num_sequences
         state = spec.check_state(initial_state, sizes, device) if spec.state else initial_state
         for name in spec.log_decays:

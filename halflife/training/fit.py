@@ -19,6 +19,7 @@ from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, flatten, read_jso
 from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss, token_losses
 from halflife.ops.linear import fast_linears
+from halflife.packing import Packing
 from halflife.tasks import IGNORED
 from halflife.training.carried import CarriedStates
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank
@@ -56,7 +57,7 @@ class Objective(nn.Module):
         self.context: ContextParallel | None = None
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None,
+        self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | Packing | None = None,
         num_items_in_batch: Tensor | int | None = None, action_mask: Tensor | None = None, part: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """The mean loss in nats over the scored positions, as `{"loss": …}`.
@@ -64,14 +65,15 @@ class Objective(nn.Module):
         Args:
             input_ids: `[B, T]`.
             labels: `[B, T]`; positions with −100 are not scored.
-            cu_seqlens: boundaries of packed sequences, `[N + 1]`.
+            cu_seqlens: boundaries of packed sequences, `[N + 1]`, or their `Packing`.
             num_items_in_batch: for a micro-batch, the scored positions of the whole batch. The losses of its
                 micro-batches then add up to the loss of the batch.
             action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
             part: in training, the micro-batch of rows that continue others, see `CarriedStates`.
         """
         if not torch.is_grad_enabled() and action_mask is None and input_ids.shape[1] > READ_AT_ONCE:
-            return {"loss": self._loss_of_long_rows(input_ids, labels, cu_seqlens)}
+            packing = Packing.of(cu_seqlens, *input_ids.shape[:2])
+            return {"loss": self._loss_of_long_rows(input_ids, labels, packing.cu_seqlens)}
         call = self.call if self.training else None
         carried = part if self.model.training else None
         state = None if carried is None else self.carried.before(carried)

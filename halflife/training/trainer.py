@@ -17,6 +17,7 @@ from halflife.data.task_stream import unwrap_batch
 from halflife.files import RUN_JSON, read_json_object, write_json
 from halflife.layers.memory.gate_rank import GateRank
 from halflife.models import param_groups
+from halflife.packing import Packing
 from halflife.training import sharding
 from halflife.training.carried import CarriedStates
 from halflife.training.checkpoints import CheckpointStore, loading
@@ -25,6 +26,14 @@ from halflife.training.schedules import BY_EPOCH, rate_by_epoch
 
 SCHEDULER = "scheduler.pt"
 WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not logged yet
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The only element of `items`, a whole micro-batch; with a `Packing`, so that no layer waits for the boundaries."""
+    batch = unwrap_batch(items)
+    if "cu_seqlens" in batch:
+        return {**batch, "cu_seqlens": Packing.of(batch["cu_seqlens"], *batch["input_ids"].shape[:2])}
+    return batch
 
 
 class HalflifeTrainer(Trainer):
@@ -37,7 +46,7 @@ class HalflifeTrainer(Trainer):
         self.config, self.store = config, store
         self.resumed: Path | None = None
         self._written_to: str | None = None  # the folder of the checkpoint that is being written
-        super().__init__(data_collator=unwrap_batch, **settings)
+        super().__init__(data_collator=collate, **settings)
         self.add_callback(_Window(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **settings: Any) -> Any:

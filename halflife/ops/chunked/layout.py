@@ -107,18 +107,24 @@ def make_layout(packing: Packing, chunk_size: int, device: torch.device) -> Chun
         n = -(-length // chunk)
         every = slice(None)
         return ChunkLayout(length, chunk, n, {0: every} if n else {}, {n - 1: every} if n else {})
-    bounds, lengths = packing.bounds, packing.counts
+    lengths = packing.counts
     chunk = _power_of_two(min(chunk_size, max([*lengths, 1])))
-    first, last, starts, n = {}, {}, [], 0
+    first, last, n = {}, {}, 0
     for row, tokens in enumerate(lengths):
-        starts.append(n * chunk)
         if tokens:
             first[n] = slice(row, row + 1)
             n += -(-tokens // chunk)
             last[n - 1] = slice(row, row + 1)
-    shift = torch.tensor([s - b for s, b in zip(starts, bounds, strict=False)], dtype=torch.long)
-    index = torch.arange(length) + shift.repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-    return ChunkLayout(length, chunk, n, first, last, index.to(device))
+    return ChunkLayout(length, chunk, n, first, last, _places(packing, chunk).to(device))
+
+
+def _places(packing: Packing, chunk: int) -> Tensor:
+    """The padded position of each token `[T]`, computed where the boundaries are: a copy would wait for the device."""
+    assert packing.cu_seqlens is not None
+    bounds = packing.cu_seqlens.long()
+    padded = -(-bounds.diff() // chunk) * chunk
+    shift = padded.cumsum(0) - padded - bounds[:-1]
+    return torch.arange(packing.length, device=bounds.device) + shift[packing.sequence]
 
 
 def _power_of_two(x: int) -> int:

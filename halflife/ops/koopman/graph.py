@@ -90,7 +90,7 @@ class Timeline:
         if self.fresh:
             return
         if self.packed:
-            packing = packing.on(device)
+            packing = packing.to(device)
             self.rows, self.chunks = 1, (length + spare * sequences) // self.size + sequences
         self.total = memory.pending + packing.lengths(device)
         self.full = self.total // self.size  # complete chunks of each sequence

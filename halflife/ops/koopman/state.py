@@ -199,7 +199,7 @@ def freeze_norm(memory: KoopmanMemory, k: Tensor, packing: Packing) -> KoopmanMe
     if packing.cu_seqlens is None:
         first = norms.amax(1) if k.shape[1] else torch.zeros_like(known)
     else:
-        of_token = packing.on(k.device).sequence.unsqueeze(1).expand(-1, k.shape[2])
+        of_token = packing.to(k.device).sequence.unsqueeze(1).expand(-1, k.shape[2])
         first = torch.zeros_like(known).scatter_reduce(0, of_token, norms[0], "amax")
     return memory._replace(sums=memory.sums._replace(norm=torch.where(known > 0, known, first)))
 
