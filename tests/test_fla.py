@@ -25,6 +25,8 @@ from helpers import (
     slices,
 )
 
+from halflife import LanguageModel, preset
+from halflife.layers.parts import set_backend
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
@@ -164,6 +166,25 @@ def test_packed(op, granularity, dtype, on_a_cpu):
     arguments = rounded(op_inputs(op, granularity, 40, sequences=4), torch.float32)
     got = run_op(op, arguments, cu_seqlens=bounds, backend="fla")
     assert_close(got, run_op(op, arguments, cu_seqlens=bounds, backend="reference"), TOLERANCE)
+
+
+@on_linux
+def test_layers_share_the_boundaries(on_a_cpu, monkeypatch):
+    """fla finds what it computed from them for the first layer, forward and backward. It would wait for a device."""
+    index, kernels, waits = fla_module("utils.index"), fla_module("gla"), []
+    count, run = index._segmented_arange, kernels.chunk_gla
+    monkeypatch.setattr(index, "_segmented_arange", lambda counts: waits.append(1) or count(counts))
+
+    def chunk_gla(*arguments, cu_seqlens, **options):
+        index.prepare_chunk_indices(cu_seqlens, 64)
+        return run(*arguments, cu_seqlens=cu_seqlens, **options)
+
+    monkeypatch.setattr(kernels, "chunk_gla", chunk_gla)
+    model = LanguageModel(preset("gla", hidden_size=32, num_layers=3, vocab_size=8, num_heads=2))
+    set_backend(model, "fla")
+    for bounds in (torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 9])):
+        model(torch.zeros(1, 9, dtype=torch.long), cu_seqlens=bounds)
+    assert (len(on_a_cpu), len(waits)) == (6, 2)
 
 
 @on_linux

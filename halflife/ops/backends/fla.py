@@ -268,8 +268,11 @@ def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 
 
 def _bounds(call: Call) -> Tensor | None:
-    bounds = call.packing.cu_seqlens
-    return None if bounds is None else bounds.to(torch.int64)
+    """The boundaries in int64, one tensor for all layers: fla waits for the device once for each tensor that is new."""
+    bounds, kept = call.packing.cu_seqlens, call.packing.kept
+    if bounds is not None and "int64" not in kept:
+        kept["int64"] = bounds.to(torch.int64)
+    return kept.get("int64")
 
 
 def _run(name: str, call: Call, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
