@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-COUNTED = ("launches", "forward_launches", "syncs", "graph_breaks", "decode_launches", "decode_syncs", "saved_bytes")
+COUNTED = (
+    "launches",
+    "forward_launches",
+    "bf16_launches",
+    "syncs",
+    "graph_breaks",
+    "decode_launches",
+    "decode_syncs",
+    "saved_bytes",
+)
 
 Row = dict[str, dict[str, Any]]  # target → figures
 

@@ -64,19 +64,24 @@ class Count:
 
 
 class _Autocast(TorchFunctionMode):
-    """The products and the float32 functions of CUDA's autocast in bfloat16."""
+    """The products and the float32 functions of CUDA's autocast in bfloat16, and torch's choice of an attention.
 
-    active = True
+    It is not `active` in a model in bfloat16, and where autocast is switched off.
+    """
+
+    def __init__(self, active: bool = True) -> None:
+        super().__init__()
+        self.active = active
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dtype = torch.bfloat16 if function in NARROW else torch.float32 if function in WIDE else None
-        if dtype is None or not self.active:
-            return function(*args, **(kwargs or {}))
-        cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
-        args = [[cast(y) for y in x] if isinstance(x, list | tuple) else cast(x) for x in args]
-        kwargs = {name: cast(x) for name, x in (kwargs or {}).items()}
+        kwargs = kwargs or {}
+        if dtype is not None and self.active:
+            cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+            args = [[cast(y) for y in x] if isinstance(x, list | tuple) else cast(x) for x in args]
+            kwargs = {name: cast(x) for name, x in kwargs.items()}
         if function is functional.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
-            return _flash(*args, **kwargs)
+            function = _flash
         return function(*args, **kwargs)
 
 
@@ -218,9 +223,10 @@ def model_of(name: str, layers: int) -> Any:
         return LanguageModel(preset(name, hidden_size=HIDDEN, num_layers=layers, vocab_size=256))
 
 
-def step(name: str, layers: int, rates: dict[str, float]) -> tuple[Count, Count]:
-    """Count the forward and the backward pass of a training step."""
-    model, cast = model_of(name, layers), _Autocast()
+def step(name: str, layers: int, rates: dict[str, float], narrow: bool = False) -> tuple[Count, Count]:
+    """Count the forward and the backward pass of a training step, under autocast or of a model in bfloat16."""
+    model, cast = model_of(name, layers), _Autocast(active=not narrow)
+    model = model.bfloat16() if narrow else model
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
     with on_a_gpu(cast):
@@ -274,6 +280,7 @@ def row_of(name: str, rates: dict[str, float]) -> dict[str, Any]:
     base = name.split("+")[0] if hybrid else name
     step(base, 1, rates)  # fills caches, such as that of the table of chunks
     (f, b), (f_more, b_more) = step(base, 1, rates), step(name, 2, rates)
+    narrow, narrow_more = step(base, 1, rates, narrow=True), step(name, 2, rates, narrow=True)
     single, double = token(base, 1, rates), token(name, 2, rates)
 
     def layer(less: tuple[Count, ...], more: tuple[Count, ...], key: str) -> Any:
@@ -286,6 +293,7 @@ def row_of(name: str, rates: dict[str, float]) -> dict[str, Any]:
         seconds = f.seconds + b.seconds + (LAYERS - 1) * layer(both, both_more, "seconds")
     return {
         "launches": layer(both, both_more, "launches"), "forward_launches": layer((f,), (f_more,), "launches"),
+        "bf16_launches": layer(narrow, narrow_more, "launches"),
         "bytes": layer(both, both_more, "bytes"), "forward_bytes": layer((f,), (f_more,), "bytes"),
         "syncs": layer(both, both_more, "syncs"), "graph_breaks": graph_breaks(name, 2),
         "saved_bytes": sum(f_more.saved.values()) - sum(f.saved.values()),

@@ -32,7 +32,8 @@ of q, k, v and o, three times with backward. Predictions are too low; measured i
 ## Models
 
 A layer of width {hidden} on {batch} × {length} tokens without fla-core, forward/with backward. Targets: 12 launches
-forward, 6 a token; graph breaks of two layers: {breaks}. Times are predicted/measured, of {layers} layers without
+forward, 6 a token; graph breaks of two layers: {breaks}. The third number of launches is of a model in bfloat16, the
+others are under autocast. Times are predicted/measured (with the kernels of 2026-11-26), of {layers} layers without
 loss and optimiser, at {copy} TB/s (our kernels {triton}), {product} TFLOP/s and ≥ 3 µs a launch. Tokens are decoded
 in bfloat16. `echo` has the layers of `mamba2+ska`; for `fox` and `mesa` fla-core has kernels.
 
@@ -96,7 +97,8 @@ def _models(data: dict[str, Any], measured: dict[str, float]) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}  # cells → the presets that share them
     for name, row in data["models"].items():
         cells = (
-            f"{row['forward_launches']}/{row['launches']}", f"{row['bytes'] / 1e9:.1f}/{row['saved_bytes'] / 1e9:.2f}",
+            f"{row['forward_launches']}/{row['launches']}/{row['bf16_launches']}",
+            f"{row['bytes'] / 1e9:.1f}/{row['saved_bytes'] / 1e9:.2f}",
             str(row["decode_launches"]),
             f"*{row['predicted_ms']:.0f}*" + (f"/{measured[name]:.0f}" if name in measured else ""),
         )  # fmt: skip

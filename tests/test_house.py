@@ -196,3 +196,13 @@ if __name__ == "__main__":  # print the floors, the highest first
             files = [path for path in MODULES if part_of(path) == part]
             lines = sum(len(path.read_text().splitlines()) for path in files)
             print(f"{part:12} {len(files):3} files {lines:6,} lines")
+
+
+def test_saved_tensors_are_read_once():
+    """In a backward pass; an activation checkpoint gives each of them a single time."""
+
+    def reads(function):
+        return sum(isinstance(x, ast.Attribute) and x.attr == "saved_tensors" for x in ast.walk(function))
+
+    functions = [(p, f) for p in MODULES for f in ast.walk(ast.parse(p.read_text())) if isinstance(f, ast.FunctionDef)]
+    assert [f"{path.name}: {f.name}" for path, f in functions if reads(f) > 1] == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import assert_close, assert_same
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from halflife import LanguageModel, Session, preset
@@ -300,18 +301,24 @@ def test_weights_cast_together_are_those_of_autocast(name):
     assert frozen.grad is None
 
 
+@pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("name", ["gated_deltanet", "gla", "llama", "mamba2+gate_rank", "hgrn2"])
-def test_maps_of_one_input_are_one_product(name, monkeypatch):
-    """The second pass has fewer products; the gradients are those of single products, up to the rounding of sums."""
+def test_maps_of_one_input_are_one_product(name, autocast, monkeypatch):
+    """The second pass has fewer products; the gradients are those of single products, up to the rounding of sums.
+
+    So they have under autocast, and in a model of 16 bits.
+    """
     torch.manual_seed(0)
     model, ids = LanguageModel(preset(name, **SIZES)), torch.randint(40, (2, 40))
+    model, x = (model, ids) if autocast else (model.bfloat16(), torch.ones(1, dtype=torch.bfloat16))
     counts = []
 
     def gradients(context):
         model.zero_grad()
-        with FlopCounterMode(display=False) as flops, torch.autocast("cpu", torch.bfloat16), ExitStack() as stack:
+        with FlopCounterMode(display=False) as flops, ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=autocast))
             for block in model.blocks:
-                stack.enter_context(context(block, ids))
+                stack.enter_context(context(block, x))
             loss = model(ids)[0].float().logsumexp(-1).mean()
             loss.backward()
         counts.append(flops.get_total_flops())
@@ -331,6 +338,27 @@ def test_maps_of_one_input_are_one_product(name, monkeypatch):
     assert counts[0] == counts[1] == counts[2]
     assert_same(alone[0], alone[1])
     assert_close(together, alone[0], OF_SUMS)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_checkpoint_runs_the_same_products_again(autocast):
+    """In the first step too, which does not know yet which maps read one input, and after a pass that found out."""
+    block = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in "ab"})
+    x = torch.randn(2, 4, requires_grad=True)
+    if not autocast:
+        block, x = block.bfloat16(), x.detach().bfloat16().requires_grad_()
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), cast_weights(block, x):
+            return block["a"](x) * block["b"](x)
+
+    for _ in range(2):
+        (expected,) = torch.autograd.grad(run(x).sum(), x)
+        for known in (None, vars(block)["_one_product"]):
+            vars(block)["_one_product"] = known
+            (found,) = torch.autograd.grad(checkpoint(run, x, use_reentrant=False).sum(), x)
+            assert_close(found, expected, OF_SUMS)
+    assert vars(block)["_one_product"]
 
 
 @pytest.mark.parametrize("neighbours", [True, False])

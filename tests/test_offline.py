@@ -19,7 +19,16 @@ if sys.platform != "linux":
 ROOT = Path(__file__).parent.parent
 DATA = json.loads((ROOT / "benchmarks/results/offline.json").read_text())
 FIGURES = {"registers", "spills", "shared", "programs", "wgmma", "mma", "cp_async", "bytes"}
-MODEL = {"launches", "bytes", "syncs", "graph_breaks", "saved_bytes", "decode_launches", "predicted_ms"}
+MODEL = {
+    "launches",
+    "bf16_launches",
+    "bytes",
+    "syncs",
+    "graph_breaks",
+    "saved_bytes",
+    "decode_launches",
+    "predicted_ms",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +149,7 @@ def test_the_figures_are_those_of_this_code():
     found, model, loss = json.loads(done.stdout)
     for name, row in loss.items():
         assert {**row, "predicted_ms": DATA["loss"][name]["predicted_ms"]} == DATA["loss"][name]
-    counted = ("launches", "forward_launches", "bytes", "syncs", "graph_breaks", "decode_launches")
+    counted = ("launches", "forward_launches", "bf16_launches", "bytes", "syncs", "graph_breaks", "decode_launches")
     assert {key: model[key] for key in counted} == {key: DATA["models"]["mamba2"][key] for key in counted}
     for name, row in found.items():
         if triton.__version__ == DATA["versions"]["triton"]:

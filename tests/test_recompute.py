@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halflife.models import LanguageModel, preset
+from halflife.models import PRESETS, LanguageModel, preset
 from halflife.ops.backends import dispatch, recompute
 from halflife.ops.backends.dispatch import run_pass
 from halflife.training.config import ExecutionConfig
@@ -106,3 +106,20 @@ def test_an_input_that_was_changed_in_place_is_an_error():
 def test_unknown_kinds_are_named():
     with pytest.raises(ValueError, match=r"norm.*norms"):
         ExecutionConfig(recompute=("norm",))
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("name", ["mamba2", "llama", *[pytest.param(name, marks=slow) for name in PRESETS]])
+def test_blocks_run_again_where_a_gpu_would(name, bf16, monkeypatch):
+    """From the first step on, with maps of one input in one product, under autocast and in a model of 16 bits."""
+
+    def step(again):
+        call = recompute.calling(["blocks"]) if again else lambda block, *args, **options: block(*args, **options)
+        return gradients(model, 1, None, call, not bf16)[0]
+
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    torch.manual_seed(0)
+    model = LanguageModel(preset(name, **SIZES)).to(torch.bfloat16 if bf16 else torch.float32)
+    for _ in range(2):  # the second time it is known which maps read one input
+        found, expected = step(True), step(False)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -22,7 +22,7 @@ from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build
 from halflife.ops.backends.native.products import by_onednn
-from halflife.ops.backends.split import Neighbours, beside
+from halflife.ops.backends.split import Neighbours, beside, neighbours
 from halflife.ops.spec import OPS
 from halflife.precision import autocast_dtype
 
@@ -54,17 +54,26 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     Maps of one input are one product; the first pass finds out which they are. As in `fast_linears`, weights that are
     quantised, sharded or replaced otherwise stay as they are. Other modules take part if their class says that
     products alone read their parameters (`only_products`).
+
+    Without autocast, maps of one input are one product too where x has 16 bits and gradients are asked for: one launch
+    copies their weights beside each other.
     """
     dtype = autocast_dtype(x.device)
-    if dtype is None or is_transformed():
+    narrow = x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()
+    if (dtype is None and not narrow) or is_transformed():
         yield
         return
     products = _Products([m for m in model.modules() if type(m) is nn.Linear], vars(model).get("_one_product"))
+    if dtype is None:
+        taking, given, dtype = [*products.group], x.dtype, x.dtype
+    else:
+        others = [m for m in model.modules() if getattr(type(m), "only_products", False)]
+        taking, given = [*products.maps, *others], torch.float32
     held = [
         (module._parameters, name, weight)
-        for module in (*products.maps, *[m for m in model.modules() if getattr(type(m), "only_products", False)])
+        for module in taking
         for name, weight in module._parameters.items()
-        if type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device == x.device
+        if type(weight) is nn.Parameter and weight.dtype == given and weight.device == x.device
     ]
     swapped = [module for module in products.maps if "forward" not in vars(module)]
     copies = _Cast.apply(dtype, *[weight for *_, weight in held])
@@ -79,8 +88,14 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
             parameters[name] = weight
         for module in swapped:
             vars(module).pop("forward", None)
-    if products.calls is not None:
+    if products.calls is not None and not _may_run_again():
         vars(model)["_one_product"] = products.found(products.calls)
+
+
+def _may_run_again() -> bool:
+    """Whether an activation checkpoint may run this pass again, which must then save as many tensors as before."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and dispatch.again is None
 
 
 class _Products:
@@ -156,32 +171,26 @@ def _rows(weights: Sequence[Tensor]) -> Tensor:
 
 
 class _Cast(torch.autograd.Function):
-    """Copies of float32 tensors in a narrower dtype, which lie beside each other."""
+    """Copies of tensors of one dtype in another, or in their own, which lie beside each other."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        copies = _copied(_neighbours(tensors, dtype), tensors)
+        copies = _copied(neighbours(tensors, dtype), tensors)
         ctx.mark_non_differentiable(*[y for x, y in zip(tensors, copies, strict=True) if not x.requires_grad])
         ctx.set_materialize_grads(False)
+        ctx.dtypes = dtype, tensors[0].dtype if tensors else dtype
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dtype, wanted = ctx.dtypes
+        if dtype == wanted:
+            return None, *grads
         if torch.is_grad_enabled():  # under create_graph=True
-            return None, *[None if d is None else d.float() for d in grads]
+            return None, *[None if d is None else d.to(wanted) for d in grads]
         given = [d for d in grads if d is not None]
-        wide = iter(_copied([torch.empty_like(d, dtype=torch.float32) for d in given], given))
+        wide = iter(_copied([torch.empty_like(d, dtype=wanted) for d in given], given))
         return None, *[None if d is None else next(wide) for d in grads]
-
-
-def _neighbours(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Empty tensors of these shapes in one piece of memory, each where a product reads it fast."""
-    starts, end = [], 0
-    for x in tensors:
-        starts.append(end)
-        end += -(-x.numel() // 8) * 8  # 16 bytes
-    memory = torch.empty(end, dtype=dtype, device=tensors[0].device if tensors else None)
-    return [memory[start : start + x.numel()].view(x.shape) for start, x in zip(starts, tensors, strict=True)]
 
 
 def _copied(copies: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -237,8 +237,9 @@ def _values_backward(
 
 def _values_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
     only_first_derivatives()
-    *found, dbias = _of_values(dout.contiguous(), *ctx.saved_tensors)
-    return *found, dbias.to(ctx.saved_tensors[3].dtype)
+    given = ctx.saved_tensors
+    *found, dbias = _of_values(dout.contiguous(), *given)
+    return *found, dbias.to(given[3].dtype)
 
 
 _of_values = declare("triton_rwkv7_values_backward", _values_backward)

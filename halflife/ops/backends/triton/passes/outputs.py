@@ -113,8 +113,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     only_first_derivatives()
-    weight, bias = ctx.saved_tensors[4:]
-    *found, sums = _gradients(dout.contiguous(), *ctx.saved_tensors, ctx.eps)
+    *others, weight, bias = ctx.saved_tensors
+    *found, sums = _gradients(dout.contiguous(), *others, weight, bias, ctx.eps)
     return *found, sums[0].to(weight.dtype), sums[1].to(bias.dtype), None, None
 
 

@@ -282,8 +282,8 @@ def _output_backward(
 
 def _output_grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     only_first_derivatives()
-    *_, dot, gain, skip, z = ctx.saved_tensors
-    do, dv, ddot, dgain, dz, dskip = _of_output(dout.contiguous(), *ctx.saved_tensors)
+    *others, dot, gain, skip, z = ctx.saved_tensors
+    do, dv, ddot, dgain, dz, dskip = _of_output(dout.contiguous(), *others, dot, gain, skip, z)
     dskip = None if skip is None else dskip.to(skip.dtype)
     return do, dv, ddot.to(dot.dtype), dgain.to(gain.dtype), dskip, None if z is None else dz
 
