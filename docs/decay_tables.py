@@ -8,8 +8,8 @@ import differences
 import numpy as np
 from claims import results
 
-from halflife.lab.experiments.decay_design import paper_loss
 from halflife.lab.experiments.decay_findings import FINDINGS
+from halflife.lab.experiments.decay_rows import as_run, paper_loss
 from halflife.report.table import Table
 
 Budgets = Mapping[int, str]  # steps → file of results
@@ -25,7 +25,7 @@ def findings(forms: Mapping[str, Budgets]) -> str:
     for finding in FINDINGS:
         for pair in finding.pairs:
             found = [_difference(*(_form(grid, name) for name in pair)) for grid in grids.values()]
-            before, after = (paper_loss(name) for name in pair)
+            before, after = (paper_loss(as_run(name)) for name in pair)
             paper = "–" if before is None or after is None else f"{after - before:+.3f}"
             cells = (differences.write(each, 3, "+") for each in found)
             lines.append([finding.statement, ", ".join(pair), *cells, paper])

@@ -22,7 +22,7 @@ from halflife.cli.train import OPTIONS
 from halflife.decay import DECAYS
 from halflife.evaluation.bundles import BUNDLES
 from halflife.extras import EXTRAS
-from halflife.lab.experiments.decay_design import VARIANTS
+from halflife.lab.experiments.decay_rows import VARIANTS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.report.tables import about
 from halflife.report.tables.about import PURPOSES

@@ -13,7 +13,7 @@ from halflife import LanguageModel
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON, standard_library
 from halflife.lab.experiments import EXPERIMENTS, compare, decay_design
-from halflife.lab.experiments.decay_findings import FINDINGS, verdict
+from halflife.lab.experiments.decay_findings import FINDINGS, finding_sentences, findings_table, verdict
 from halflife.models import checkpoint
 from halflife.models.timescales import timescales
 from halflife.runs.one import run_one
@@ -175,6 +175,21 @@ def test_the_papers_own_losses_bear_out_its_findings():
         if verdict([papers[pair[1]] - papers[pair[0]]], finding.equal) != "yes"
     }  # fmt: skip
     assert failed == {("tpe/mamba2", "scalar/mamba2")}
+
+
+def test_findings_compare_forms_that_were_run():
+    """Of rows as run, and of none beside a printed form of the other; with the paper's own difference."""
+    results = {name: {"0": {"test": loss}} for name, loss in (
+        ("vector/gla:released", 2.0), ("scalar/gla:released", 2.1), ("vector/hgrn2:released", 2.0),
+        ("scalar/hgrn2", 2.2), ("vector/mamba2", 1.9), ("scalar/mamba2", 1.8),
+    )}  # fmt: skip
+    table = findings_table(results, {name: decay_design.paper_loss(name) for name in results})
+    assert "| vector/gla:released, scalar/gla:released | +0.1000 | +0.033 | yes | yes |" in table
+    assert "| vector/mamba2, scalar/mamba2 | -0.1000 | +0.013 | no | yes |" in table
+    assert "hgrn2" not in table
+    assert finding_sentences(results) == [
+        "The finding “vector decay is better than scalar” holds here in 1 of 2 comparisons."
+    ]
 
 
 OPTIONS = ("steps", "save_every", "hidden_size", "num_layers", "num_heads", "train_length", "batch_size")

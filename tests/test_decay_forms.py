@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from helpers import add_noise, assert_close, assert_raises, assert_streams, outer, token_loop
 
 from halflife import LanguageModel, decay, layers, preset
-from halflife.lab.experiments import decay_design
+from halflife.lab.experiments import EXPERIMENTS, decay_design, decay_rows
 from halflife.models.timescales import timescales
 from halflife.position import half_lrpe
 
@@ -170,7 +170,7 @@ def test_released_mamba2_with_shared_keys():
 @pytest.mark.parametrize("row", ["share", "vector", "scalar"])
 def test_released_hgrn2_has_one_table(row):
     """γ of layer l is cumsum(softmax(table))_l − softmax(table)_0, for logits `[L, channels]` of the whole model."""
-    config = decay_design.row_or_preset(f"{row}/hgrn2:released", **{**SIZES, "num_layers": 4})
+    config = decay_rows.row_or_preset(f"{row}/hgrn2:released", **{**SIZES, "num_layers": 4})
     model = add_noise(LanguageModel(config)).double()
     tables = {key: x for key, x in model.named_parameters() if "bound_logits" in key}
     assert [*tables] == ["blocks.0.mixer.decay.bound_logits"]
@@ -201,7 +201,7 @@ def test_sizes_of_the_bounds_at_1_45b():
     counts = []
     for form in ("", ":released"):
         with torch.device("meta"):
-            model = LanguageModel(decay_design.row_or_preset(f"vector/hgrn2{form}", **sizes))
+            model = LanguageModel(decay_rows.row_or_preset(f"vector/hgrn2{form}", **sizes))
         counts.append(sum(x.numel() for key, x in model.named_parameters() if "bound_logits" in key))
     assert counts == [1_130_496, 49_152]
 
@@ -236,21 +236,34 @@ def test_rows_of_the_grid_as_they_were_run():
     assert decay_design.DecayDesign().model("tpe/gla:released", settings).position == "tpe_released"
     printed, ours = (decay_design.DecayDesign().model(f"tpe/gla{form}", settings) for form in ("", ":ours"))
     assert (printed.position, ours.position) == ("tpe_paper", "tpe")
-    assert (decay_design.paper_loss("tpe/gla"), decay_design.paper_loss("tpe/gla:ours")) == (2.986, None)
-    assert_raises(ValueError, "unknown variant", decay_design.find_variant, "rope/gla:ours")
+    assert_raises(ValueError, "unknown variant", decay_rows.find_variant, "rope/gla:ours")
     assert_raises(ValueError, "row vector/mamba2", preset, "mamba2+vector")
     for row in ("simple/0.9", "vector/mamba2"):
-        assert_raises(ValueError, "as the paper prints it", decay_design.find_variant, f"{row}:released")
-    assert_raises(ValueError, "unknown variant", decay_design.find_variant, "simple/0.9:run")
+        assert_raises(ValueError, "as the paper prints it", decay_rows.find_variant, f"{row}:released")
+    assert_raises(ValueError, "unknown variant", decay_rows.find_variant, "simple/0.9:run")
+
+
+def test_losses_of_the_paper_belong_to_the_forms_that_it_ran():
+    """A printed form that was not run has none, and what would settle the claims trains no such form."""
+    losses = {name: decay_rows.paper_loss(name) for name in ("tpe/gla", "tpe/gla:ours", "vector/gla", "vector/mamba2")}
+    assert losses == {"tpe/gla": None, "tpe/gla:ours": None, "vector/gla": None, "vector/mamba2": 2.947}
+    assert (decay_rows.paper_loss("vector/gla:released"), decay_rows.paper_loss("vector/gla@state(mamba2)")) == (
+        2.975, None
+    )  # fmt: skip
+    ran = EXPERIMENTS["decay-lm"].models_of.get("paper", EXPERIMENTS["decay-lm"].models)
+    assert ran == decay_design.DecayDesign.groups["as-run"]
+    assert len(ran) == len(decay_rows.VARIANTS)
+    assert [name for name in ran if decay_rows.paper_loss(name) is None] == ["tpe/tnl:released"]
+    assert set(decay_design.DecayDesign.groups["released"]) == {name for name in ran if ":" in name}
 
 
 def test_rows_of_the_grid_can_be_named_like_presets():
     """All 39 rows, as `halflife train vector/gla` has them; the sizes and options of the caller count."""
     sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
-    assert len(decay_design.VARIANTS) == 39
-    for name in decay_design.VARIANTS:
-        config = decay_design.row_or_preset(name, **sizes)
+    assert len(decay_rows.VARIANTS) == 39
+    for name in decay_rows.VARIANTS:
+        config = decay_rows.row_or_preset(name, **sizes)
         assert (config.name, config.hidden_size, config.vocab_size) == (name, 32, 31)
-    assert decay_design.row_or_preset("mamba2", **sizes) == preset("mamba2", **sizes)
-    options = decay_design.row_or_preset("vector/gla", **sizes, mixer_options={"chunk_size": 16}).mixer_options
+    assert decay_rows.row_or_preset("mamba2", **sizes) == preset("mamba2", **sizes)
+    options = decay_rows.row_or_preset("vector/gla", **sizes, mixer_options={"chunk_size": 16}).mixer_options
     assert (options["decay"], options["chunk_size"]) == ("gla", 16)

@@ -27,14 +27,14 @@ class List:
         if self.model is not None:
             return _print_options(self.model)
         from halflife.lab.experiments import EXPERIMENTS, paper_experiments
-        from halflife.lab.experiments.decay_design import VARIANTS
+        from halflife.lab.experiments.decay_rows import VARIANTS
         from halflife.report.tables.about import print_names
 
         print_names({name: EXPERIMENTS.summary(name) for name in paper_experiments()}, list(VARIANTS))
 
 
 def _print_options(model: str) -> None:
-    from halflife.lab.experiments.decay_design import row_or_preset
+    from halflife.lab.experiments.decay_rows import row_or_preset
     from halflife.lab.experiments.overrides import describe_options
     from halflife.report.tables.about import print_options
     from halflife.training.config import TrainConfig

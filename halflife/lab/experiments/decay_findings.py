@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from halflife.lab.experiments.decay_rows import as_run
 from halflife.report.table import Table
 
 EQUAL_NATS = 0.01  # nats; two losses closer than this count as equal
@@ -58,8 +59,8 @@ FINDINGS = (
 def findings_table(results: Results, papers: Papers) -> str:
     """A table of the findings with verdicts, in Markdown after a line about them."""
     table = Table(["finding", "first, second", "difference here", "paper", "holds here", "in the paper"], [
-        _compared(finding, pair, differences, papers) for finding in FINDINGS for pair in finding.pairs
-        if (differences := _differences(pair, results))
+        _compared(finding, own, differences, papers) for finding in FINDINGS for pair in finding.pairs
+        if (differences := _differences(own := _in_form(pair, results), results))
     ], left=["finding", "first, second", "difference here", "holds here", "in the paper"])  # fmt: skip
     return (
         "The difference is the loss of the second variant minus the loss of the first, by seed. An order holds if "
@@ -72,11 +73,18 @@ def finding_sentences(results: Results) -> list[str]:
     """Return a sentence for each finding with results: in how many comparisons it holds here."""
     sentences = []
     for finding in FINDINGS:
-        compared = [differences for pair in finding.pairs if (differences := _differences(pair, results))]
+        every = (_differences(_in_form(pair, results), results) for pair in finding.pairs)
+        compared = [differences for differences in every if differences]
         if compared:
             held = sum(verdict(differences, finding.equal) == "yes" for differences in compared)
             sentences.append(f"The finding “{finding.statement}” holds here in {held} of {len(compared)} comparisons.")
     return sentences
+
+
+def _in_form(pair: tuple[str, str], results: Results) -> tuple[str, str]:
+    """The names of a pair as the authors ran it if both are among the results, or else as the paper prints it."""
+    first, second = map(as_run, pair)
+    return (first, second) if {first, second} <= set(results) else pair
 
 
 def _differences(pair: tuple[str, str], results: Results) -> list[float]:

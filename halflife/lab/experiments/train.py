@@ -14,7 +14,7 @@ from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths
 from halflife.data.trust import SIGNATURE, check_origin
 from halflife.files import RUN_JSON, VERSIONS_JSON, folder_lock, read_json_object, write_json
-from halflife.lab.experiments.decay_design import row_or_preset
+from halflife.lab.experiments.decay_rows import row_or_preset
 from halflife.lab.experiments.values import convert
 from halflife.models import ModelConfig
 from halflife.models.presets.sizes import SIZES
