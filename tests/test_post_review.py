@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +123,23 @@ def test_stretched_gates_stay_contractions():
     steps = [one.step for one in found]
     assert steps == sorted(steps)
     assert all(one.octave <= one.step < 1 for one in found)
+
+
+def test_the_page_says_how_gradient_norms_grow():
+    """From the shortest text to the longest, at 4 T, of one seed: the sentence has the ends of both ranges."""
+    results = Path(__file__).parent.parent / "docs" / "results"
+    growth = {"frozen": [], "others": []}
+    for name, one in json.loads((results / post_review.RESULT).read_text())["stability"].items():
+        norms, (_, _, train) = one["gradients"], post_review.parse(one["model"])
+        assert name.endswith("-seed0")
+        assert norms[-1]["length"] == post_review.FARTHEST * train
+        kind = "frozen" if ":frozen:" in one["model"] else "others"
+        growth[kind].append(norms[-1]["parameters"] / norms[0]["parameters"])
+    page = (results / "post_review.md").read_text()
+    assert len(growth["frozen"]) == 4
+    low, high = (format(float(f"{end:.2g}"), ",.0f") for end in (min(growth["frozen"]), max(growth["frozen"])))
+    assert f"the gradient norm of `frozen` grows {low} to {high} times" in page
+    assert f"those of the others change {min(growth['others']):.1f} to {max(growth['others']):.0f} times" in page
 
 
 def test_gradient_norms():
