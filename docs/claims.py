@@ -5,9 +5,9 @@
 
 A claim of claims.yaml has rules, which are Python expressions over the files of results. The verdict follows from them:
 "holds" if all are true, "fails" if none is, and "holds in part" otherwise. It is "open" if a claim has no rules, if a
-condition under `given` is false, or if a comparison of trained models lacks seeds, learning rates or a fair chance
-(CONTRIBUTING.md, "Claims"). The numbers of the page are formatted expressions over the same files. Expressions may
-name:
+file lacks a model that a rule reads, if a condition under `given` is false, or if a comparison of trained models lacks
+seeds, learning rates or a fair chance (CONTRIBUTING.md, "Claims"). The numbers of the page are formatted expressions
+over the same files. Expressions may name:
 
     theory, theory_rfc         theory.json, theory_rfc.json
     value("mask rank")         a statement of theory.json
@@ -53,7 +53,9 @@ import differences  # beside this file
 import numpy as np
 import yaml
 from join import RESULTS, read_table  # beside this file
+from papers import ROWS  # beside this file
 
+from halflife.lab.experiments.decay_rows import as_run
 from halflife.report.intervals import MIN_SEEDS, bootstrap, has_learned, in_percent, with_interval
 
 DOCS = Path(__file__).parent
@@ -63,18 +65,23 @@ GRID, DECAYS = ("decay_released.csv", "decay_released_double.csv"), "decay_regre
 THEORY = ("theory", "theory_rfc")  # files of `halflife theory`
 VERDICTS = ("holds", "holds in part", "fails", "open")
 MOST_MODELS = 16  # that a claim names one by one
-RATES = 3  # learning rates that a comparison of trained models has at least
+RATES = 3  # learning rates that a comparison of trained models has at least, but at the paper's own rate and setting
+OWN_SETTING = {"--experiment", "--scale", "--seeds", "--tune-seeds", "--lr"}  # options that leave the paper's setting
 H200 = 989e12 * 0.4  # operations a second of an H200 in bfloat16, at 40 % of its peak
 
 COSTLY = """\
 The cost is the number of operations at 40 % of the peak of an H200 (bfloat16); small models reach less. Zero-shot
-scores and needles of language models take `halflife eval FOLDER --tasks post-lm s-niah` for each of them afterwards.
-Commands without a cost take minutes; that of `theory` reads the models of `post-lm`."""
+scores and needles of language models take `halflife eval FOLDER --tasks post-lm s-niah` for each of them afterwards,
+with `gate-rank-lm` or `echo-lm` in the place of `post-lm` for the runs of that name. Commands without a cost take
+minutes; that of `theory` reads the models of `post-lm`."""
 SLIPS = """\
 * Echo, §6.2 has r = 56 for the 180M model and §3.4 has 48. The states of SKA have 952 or 742 kB by its formula, and
   the text has 77.
 * Echo, §4.1 counts system prompts and tool traces, its training tasks, among the tasks that a model was "never
   trained on".
+* Echo, G.4 trains on system prompts for 6,000 steps, and H.2 shows "the full 2,000 steps".
+* Echo, Figure 1 says that SKA has the highest accuracy "across all settings". In Table 2, at 128 tokens, attention has
+  97.4 % and SKA 89.4.
 * Echo, §5.2 fine-tunes the models of MQAR, and §4.2 trains them. Ours start from scratch.
 * GateRank, Table 2 has averages of 54.41 and 42.82 for Mamba-2 at 2K and 4K. The means of its cells are 53.71 and
   42.26.
@@ -131,6 +138,14 @@ class Reading(NamedTuple):
     files: tuple[str, ...]
     models: tuple[str, ...]
     reason: str
+
+
+class Untrained(ValueError):
+    """A file has no row of a model. `model` is its name."""
+
+    def __init__(self, name: str, model: str) -> None:
+        super().__init__(f"{name} has no row of {model}")
+        self.model = model
 
 
 class Node(dict):
@@ -224,15 +239,10 @@ class Files:
     def loss_above(self, variant: str, base: str) -> np.ndarray:
         """The test losses of a row of the decay grid minus those of another, at each budget `[budgets, seeds]`.
 
-        The rows are as they were run, and the seeds are those that both have.
+        The rows are in the form that the authors ran, never in another, and the seeds are those that both have.
         """
-        pairs = [[self._losses(file, self._as_run(file, row)) for row in (variant, base)] for file in GRID]
+        pairs = [[self._losses(file, as_run(row)) for row in (variant, base)] for file in GRID]
         return np.array([np.subtract(*differences.paired(*pair)) for pair in pairs])
-
-    def _as_run(self, file: str, row: str) -> str:
-        """The released form of a row of the decay grid, or the row itself, which then has no other form."""
-        known = {each["model"] for each in results(file)}
-        return next((name for name in (f"{row}:released", row) if name in known), row)
 
     def text_loss(self, name: str, model: str) -> np.ndarray:
         """The losses on the test text at T, in nats a byte, one number per seed."""
@@ -245,7 +255,7 @@ class Files:
 
     def parameters(self, variant: str) -> int:
         """The parameters of a row of the decay grid."""
-        return int(self._selected(GRID[0], self._as_run(GRID[0], variant), lambda row: True, "")[0]["parameters"])
+        return int(self._selected(GRID[0], as_run(variant), lambda row: True, "")[0]["parameters"])
 
     def best_median(self) -> np.ndarray:
         """The minimum of a parabola through the losses over the medians of λ after training, and its interval.
@@ -260,7 +270,7 @@ class Files:
 
     def decays(self, variant: str, when: str = "trained") -> np.ndarray:
         """The median λ of a row of the decay grid by layer, `[layers, seeds]`, after training or before it ("init")."""
-        name = self._as_run(GRID[-1], variant)
+        name = as_run(variant)
         self._selected(GRID[-1], name, lambda row: True, "")
         runs = [run for run in self.json(DECAYS).runs if run.model == name]
         return np.array([run[when].medians for run in sorted(runs, key=lambda run: run.seed)]).T
@@ -310,12 +320,16 @@ class Files:
         self, name: str, model: str, wanted: Callable[[Mapping[str, str]], bool], what: str
     ) -> list[dict[str, str]]:
         """The rows of a model at its selected learning rate that are wanted."""
-        self.used[name] = self.models[model] = None
         own = [row for row in results(name) if row["model"] == model]
+        if not own:
+            raise Untrained(name, model)
+        self.used[name] = self.models[model] = None
         found = [row for row in own if row["selected"] == "True" and wanted(row)]
         if not found:
             raise ValueError(f"{name} has no row of {model}, {what}")
-        self._note(seeds=len({row["seed"] for row in found}), rates=len({row["learning_rate"] for row in own}))
+        rates = {float(row["learning_rate"]) for row in own}
+        enough = len(rates) < RATES and rates == _printed_rates(load()[1].get(name, ""))
+        self._note(seeds=len({row["seed"] for row in found}), rates=RATES if enough else len(rates))
         return found
 
     def _note(self, seeds: int, rates: int) -> None:
@@ -368,10 +382,28 @@ def _by_layer(x: np.ndarray) -> str:
     return " and ".join(with_interval(row, 3, "+") for row in x)
 
 
+def _printed_rates(command: str) -> set[float]:
+    """The learning rate that docs/papers.py has from a paper, if the command trains in the paper's own setting.
+
+    A rate with a source there is that of another experiment of the paper.
+    """
+    words = shlex.split(command)
+    options = {word for word in words if word.startswith("--")}
+    if words[:2] != ["halflife", "compare"] or not {"--experiment", "--scale"} <= options <= OWN_SETTING:
+        return set()
+    experiment, scale = (words[words.index(option) + 1] for option in ("--experiment", "--scale"))
+    rows = ROWS.get(experiment, ()) if scale == "paper" else ()
+    return {row.paper for row in rows if row.setting == "learning_rate" and not row.source}
+
+
+def _uses(expression: str) -> set[str]:
+    """The names in an expression."""
+    return {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+
+
 def _evaluate(expression: str, files: Files, known: Mapping[str, Any]) -> Any:
     """Evaluate an expression. A file is read if the expression names it."""
-    used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
-    sources = {name: files.json(f"{name}.json") for name in THEORY if name in used}
+    sources = {name: files.json(f"{name}.json") for name in THEORY if name in _uses(expression)}
     # A generator in an expression looks its names up in the globals, which must be a plain dict.
     return eval(expression, {"__builtins__": {}, **known, **sources})
 
@@ -379,16 +411,21 @@ def _evaluate(expression: str, files: Files, known: Mapping[str, Any]) -> Any:
 def read(claim: Claim) -> Reading:
     """Evaluate the expressions of a claim."""
     files = Files()
-    known = files.names()
+    known, absent = files.names(), dict[str, str]()  # names of values, and names without one → the model that they lack
     for name, expression in claim.names.items():
-        known[name] = _evaluate(expression, files, known)
-    true = [bool(_evaluate(rule, files, known)) for rule in claim.rules]
+        try:
+            known[name] = _evaluate(expression, files, known)
+        except Untrained as error:
+            absent[name] = error.model
+    lacking = [[absent[name] for name in _uses(rule) & absent.keys()] for rule in claim.rules]
+    true = [not lacks and bool(_evaluate(rule, files, known)) for rule, lacks in zip(claim.rules, lacking, strict=True)]
+    untrained = dict.fromkeys(model for models in lacking for model in models)
     number = _evaluate(f"f{claim.number!r}", files, known) if claim.number else ""
     unmet = [_words(given, words) for given, words in claim.given.items() if not _evaluate(given, files, known)]
     number = re.sub(r"(?<![\w.])-(?=\d)", "−", number)
     unfair = files.seeds is not None and not claim.fair and not all(true)
     reasons = [
-        files.lacks(), *unmet, "" if true else "no run",
+        files.lacks(), *(f"`{model}` was not trained" for model in untrained), *unmet, "" if true else "no run",
         "the setting of the paper was not run" if unfair else "",
     ]  # fmt: skip
     reason = ", ".join(filter(None, reasons))
@@ -403,6 +440,7 @@ def _words(condition: str, words: str) -> str:
     return words or f"`{asked[2]}` {kinds[asked[1]]}" if asked else words
 
 
+@cache
 def load() -> tuple[str, dict[str, str], dict[str, list[Claim]]]:
     """Read claims.yaml: the text above the tables, file → the command that wrote it, and paper → its claims."""
     data = yaml.safe_load((DOCS / "claims.yaml").read_text(encoding="utf-8"))
@@ -504,7 +542,7 @@ def _comparisons() -> Iterator[str]:
 
 def main() -> None:
     if "--costs" in sys.argv[1:]:
-        COSTS.write_text(json.dumps(costs(), indent=1) + "\n", encoding="utf-8")
+        COSTS.write_text(json.dumps(costs(), indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     verdicts = [read(claim).verdict for claims in load()[2].values() for claim in claims]
     print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS))

@@ -17,8 +17,10 @@ from halflife.registry import unknown
 
 T = "T"  # stands for the training length
 GEOMETRIC = {"rate_start": "geometric", "train_length": T}
-# Part → options of PoST and of the mixer; `base:part` names a model. All but the first differ from the algorithm, which
-# is "post", in what the name says. A part with options of the "base" has no PoST.
+FIXED_STEP = {"step_bias": "frozen"}
+# Part → options of PoST and of the mixer; `base:part` names a model. "post" is our form, `base+post`, and the others
+# differ from it in what the name says. "frozen" is the paper's algorithm on Mamba-2 and Gated DeltaNet, which fixes Δ.
+# A part with options of the "base" has no PoST.
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "post": {},
     "ordered": {"post": {"stretch": False, "rate_range": (1.0, 16.0)}},  # sorted, on the range of Mamba-2
@@ -26,7 +28,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "geometric": {"base": {"decay_options": GEOMETRIC}},  # not sorted
     "trained": {"base": {"decay_options": {"trained_rates": True}}},
     "geometric-trained": {"base": {"decay_options": {"trained_rates": True, **GEOMETRIC}}},
-    "frozen": {"mixer": {"decay_options": {"step_bias": "frozen"}}},
+    "frozen": {"mixer": {"decay_options": FIXED_STEP}},
+    "frozen-gain": {"mixer": {"decay_options": FIXED_STEP, "stretch_gain": True}},
     "theorem": {"post": {"reference_length": T}},
     "slow0.1": {"post": {"endpoints": (0.1, 1.0)}},
     "slow0.01": {"post": {"endpoints": (0.01, 1.0)}},
@@ -51,12 +54,13 @@ BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
 # has Δ; these two and RetNet have free rates, and RetNet alone has fixed ones; and under t_ref = T a stretched β of a
 # delta rule grows beyond 2.
 FIXED_RATES = ("trained", "geometric-trained")
+FROZEN = ("frozen", "frozen-gain")
 WITHOUT = {
     "mamba2": FIXED_RATES,
-    "rwkv7": ("ordered", "geometric", "frozen", "moving", "gain-theorem", "gain-moving", *FIXED_RATES, *HEAD_NORM),
+    "rwkv7": ("ordered", "geometric", *FROZEN, "moving", "gain-theorem", "gain-moving", *FIXED_RATES, *HEAD_NORM),
     "gated_deltanet": ("gain-theorem", *FIXED_RATES, *HEAD_NORM),
-    "gla": ("geometric", "frozen", *FIXED_RATES, *HEAD_NORM),
-    "retnet": ("frozen", *HEAD_NORM),
+    "gla": ("geometric", *FROZEN, *FIXED_RATES, *HEAD_NORM),
+    "retnet": (*FROZEN, *HEAD_NORM),
 }
 
 
@@ -102,20 +106,20 @@ class PostTakenApart(MQARExperiment):
     | model | what it is |
     |---|---|
     | mamba2 | no PoST |
-    | mamba2:post | the algorithm: t_ref = 1, rates from 1/T to 1, Δ trained, the input left alone |
+    | mamba2:frozen | PoST as its paper prints it: t_ref = 1, rates from 1/T to 1, Δ fixed, the input left alone |
+    | mamba2:post | our form: the same with Δ trained, from which the parts below start |
     | mamba2:ordered | sorted rates e^p from 1 to 16, which do not stretch |
     | mamba2:static | sorted geometric rates from 1/T to 1, which do not stretch |
     | mamba2:geometric | rates that start geometric from 1/T to 1, and are neither sorted nor stretched |
-    | mamba2:frozen | Δ fixed |
     | mamba2:theorem | t_ref = T |
     | mamba2:slow0.1, mamba2:slow0.01 | the slow end at 0.1/T and 0.01/T |
     | mamba2:theorem-slow0.01 | t_ref = T with the slow end at 0.01/T |
     | mamba2:optimal | the end points that approximate t^(−1/2) best |
     | mamba2:moving | the best ones at T for gates that move with the position (RWKV-7 has no rates as fast) |
     | mamba2:held | positions beyond T count as T |
-    | mamba2:gain | the input Δ x stretched as the decay is |
-    | mamba2:gain-theorem, mamba2:gain-held | the same with t_ref = T, and with held positions |
-    | mamba2:gain-moving | the same with the end points of `moving` |
+    | mamba2:gain, mamba2:frozen-gain | the input Δ x stretched as the decay is, with Δ trained and fixed |
+    | mamba2:gain-theorem, mamba2:gain-held | `gain` with t_ref = T, and with held positions |
+    | mamba2:gain-moving | `gain` with the end points of `moving` |
     | mamba2:head-norm, mamba2:slow0.01-head-norm | `post` and `slow0.01` with an output norm for each head alone |
     | mamba2:static-head-norm, mamba2:gain-head-norm | `static` and `gain` with an output norm for each head alone |
     | mamba2:plain-head-norm | Mamba-2 without PoST, with an output norm for each head alone |
