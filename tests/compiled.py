@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,18 @@ def _with_checks() -> Iterator[None]:
         yield
 
 
+def _black_box(name: str, tensors: Any, scale: float) -> Any:
+    given = {key: x for key, x in tensors.items() if x is not None}
+    return fla_op.run(name, [*given], [*given.values()], scale)
+
+
+@contextlib.contextmanager
+def _no_waits() -> Iterator[None]:
+    """Inside this block, models run as on a GPU with fla-core, and it is an error if the host waits for the device."""
+    with on_a_gpu(True), _with_checks(), mock.patch.object(fla_op, "call", _black_box), _NoWaits():
+        yield
+
+
 def no_waits(name: str, packed: bool = True) -> None:
     """Check that the host waits for no value of the device, forward and backward, of packed input, and for a token.
 
@@ -165,15 +178,64 @@ def no_waits(name: str, packed: bool = True) -> None:
     """
     model, bounds = _model(name), torch.tensor([0, 30, 80])
     inputs = [Packing.of(bounds, 1, 80).to(torch.device("meta")), *([bounds.to("meta")] if packed else [])]
-
-    def black_box(name: str, tensors: Any, scale: float) -> Any:
-        given = {key: x for key, x in tensors.items() if x is not None}
-        return fla_op.run(name, [*given], [*given.values()], scale)
-
-    with on_a_gpu(True), _with_checks(), mock.patch.object(fla_op, "call", black_box), _NoWaits():
+    with _no_waits():
         logits, state = model(_ids(2, 80))
         logits.float().sum().backward()
         for cu_seqlens in inputs:
             model(_ids(1, 80), cu_seqlens=cu_seqlens)[0].float().sum().backward()
         with torch.no_grad():
             model.eval()(_ids(2, 1), state)
+
+
+class _AllRead(Exception):
+    """The steps of a training are over."""
+
+
+class _MicroBatches(list):
+    """Six micro-batches: "rows", "packed", or "continued" by those of the next step."""
+
+    def __init__(self, mode: str) -> None:
+        ids = torch.zeros(1 if mode == "packed" else 2, 80, dtype=torch.long)
+        more = {"cu_seqlens": torch.tensor([0, 30, 80])} if mode == "packed" else {}
+        super().__init__({"input_ids": ids, "labels": ids, **more} for _ in range(6))
+        for i, item in enumerate(self if mode == "continued" else ()):
+            item["part"] = torch.tensor([i % 2, 2, int(i < 2)])
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, i: Any) -> Any:
+        if i >= 6:
+            raise _AllRead
+        return super().__getitem__(i)
+
+
+def trains_without_waits(name: str, mode: str) -> None:
+    """Check that the host waits for no value of the device in two steps of two micro-batches, with all callbacks.
+
+    A step that is logged, or validates, may wait; these do neither.
+    """
+    from accelerate.state import PartialState
+
+    from halflife.training import fit
+    from halflife.training.config import ExecutionConfig, TrainConfig
+
+    real, model = fit._arguments, _model(name)
+
+    def arguments(*given: Any) -> Any:
+        """The Trainer's arguments for a device without data, to which it copies as to a GPU."""
+        found = real(*given)
+        assert found.device.type == "cpu"  # which sets up accelerate
+        vars(found)["_setup_devices"] = PartialState._shared_state["device"] = torch.device("meta")
+        found.accelerator_config.non_blocking = True
+        return found
+
+    config = TrainConfig(model=model.config, steps=5, batch_size=4, learning_rate=1e-3)
+    execution = ExecutionConfig(micro_batch_size=2, show=False)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(fit, "_arguments", arguments), _no_waits():
+        settings = {"validate": None, "measure": "loss", "name": name, "execution": execution}
+        try:
+            fit.fit(model, config, _MicroBatches(mode), Path(folder), **settings)  # type: ignore[arg-type]
+        except _AllRead:
+            return
+    raise AssertionError("the training ended before")

@@ -241,9 +241,11 @@ def test_states_of_a_checkpoint_may_be_cut_otherwise(tmp_path):
         loaded = CarriedStates()
         loaded.load(tmp_path)
         for i in range(parts):
-            (layer,) = loaded.before(torch.tensor([i, parts, 0]))
+            (layer,) = loaded.before((i, parts, 0), rows["memory"].device)
             assert all(torch.equal(x, rows[name].chunk(parts)[i]) for name, x in layer.items())
-    assert_raises(ValueError, "holds no carried states", CarriedStates().before, torch.tensor([0, 1, 0]))
+    assert_raises(
+        ValueError, "holds no carried states", CarriedStates().before, torch.tensor([0, 1, 0]), torch.device("cpu")
+    )
 
 
 def test_what_cannot_be_carried():

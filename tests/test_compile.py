@@ -57,3 +57,14 @@ def test_models_are_one_graph_with_fla(name):
 )
 def test_the_host_waits_for_no_value(names):
     run("; ".join(f"no_waits({name!r}, packed={name not in READ_LENGTHS})" for name in names))
+
+
+def test_a_training_waits_for_no_value():
+    """Not even for the boundaries of packed rows, or for which rows go on."""
+    cases = (
+        ("llama", "packed"),
+        ("mamba2+post+gate_rank", "packed"),
+        ("gated_deltanet", "continued"),
+        ("mesa", "rows"),
+    )
+    run("; ".join(f"trains_without_waits({name!r}, {mode!r})" for name, mode in cases))

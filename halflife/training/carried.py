@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,32 +11,33 @@ from torch import Tensor
 from halflife.models import LanguageModel, ModelState
 from halflife.models.states import changed, stack
 
+Part = Tensor | Sequence[int]
 PATTERN = "states-{}.pt"  # in a checkpoint, one file for each process
 
 
 class CarriedStates:
     """The state after the last row of each micro-batch. No gradient crosses the cut between two rows.
 
-    A micro-batch has the tensor `part`, which holds its number i, the number m of micro-batches in a step, and whether
-    its rows begin anew.
+    A micro-batch has a `part`: its number i, the number m of micro-batches in a step, and whether its rows begin anew.
+    They are numbers, or a tensor, whose values are read.
     """
 
     def __init__(self) -> None:
         self.parts: dict[int, ModelState] = {}
         self.rows: ModelState | None = None  # of all rows of a step, from a checkpoint
 
-    def before(self, part: Tensor) -> ModelState | None:
-        """Return the state before the rows of a micro-batch, or None where they begin anew."""
-        index, count, begins = part.tolist()
+    def before(self, part: Part, device: torch.device) -> ModelState | None:
+        """Return the state before the rows of a micro-batch on `device`, or None where they begin anew."""
+        index, count, begins = map(int, part)
         if begins:
             return None
         if index not in self.parts and self.rows is None:
             raise ValueError("the checkpoint holds no carried states, so a run with --carry-state cannot go on from it")
         if index not in self.parts and self.rows is not None:
-            self.parts[index] = changed(self.rows, lambda x: x.chunk(count)[index].to(part.device))
+            self.parts[index] = changed(self.rows, lambda x: x.chunk(count)[index].to(device))
         return self.parts[index]
 
-    def after(self, part: Tensor, state: ModelState) -> None:
+    def after(self, part: Part, state: ModelState) -> None:
         """Store the state after the rows of a micro-batch, without its gradient."""
         self.parts[int(part[0])] = changed(state, Tensor.detach)
 

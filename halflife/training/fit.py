@@ -21,7 +21,7 @@ from halflife.models.loss import mean_loss, token_losses
 from halflife.ops.linear import fast_linears
 from halflife.packing import Packing
 from halflife.tasks import IGNORED
-from halflife.training.carried import CarriedStates
+from halflife.training.carried import CarriedStates, Part
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank
 from halflife.training.schedules import BY_EPOCH
 
@@ -58,7 +58,7 @@ class Objective(nn.Module):
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | Packing | None = None,
-        num_items_in_batch: Tensor | int | None = None, action_mask: Tensor | None = None, part: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None, action_mask: Tensor | None = None, part: Part | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """The mean loss in nats over the scored positions, as `{"loss": …}`.
 
@@ -76,7 +76,7 @@ class Objective(nn.Module):
             return {"loss": self._loss_of_long_rows(input_ids, labels, packing.cu_seqlens)}
         call = self.call if self.training else None
         carried = part if self.model.training else None
-        state = None if carried is None else self.carried.before(carried)
+        state = None if carried is None else self.carried.before(carried, input_ids.device)
         self.model.context_parallel = self.context if torch.is_grad_enabled() else None
         try:
             hidden, after = self.model.hidden(input_ids, state, cu_seqlens, action_mask=action_mask, call=call)

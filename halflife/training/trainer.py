@@ -29,10 +29,15 @@ WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not lo
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The only element of `items`, a whole micro-batch; with a `Packing`, so that no layer waits for the boundaries."""
-    batch = unwrap_batch(items)
+    """The only element of `items`, a whole micro-batch. What the host must know stays there, so that it never waits.
+
+    Boundaries become a `Packing`, and the `part` of rows that continue others becomes numbers.
+    """
+    batch = dict(unwrap_batch(items))
     if "cu_seqlens" in batch:
-        return {**batch, "cu_seqlens": Packing.of(batch["cu_seqlens"], *batch["input_ids"].shape[:2])}
+        batch["cu_seqlens"] = Packing.of(batch["cu_seqlens"], *batch["input_ids"].shape[:2])
+    if "part" in batch:
+        batch["part"] = batch["part"].tolist()
     return batch
 
 
