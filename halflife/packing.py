@@ -64,10 +64,9 @@ class Packing:
             raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {bounds}")
         return packing
 
-    def to(self, device: torch.device, non_blocking: bool = True) -> Packing:
-        """This packing with its boundaries on `device`."""
-        assert self.cu_seqlens is not None
-        if self.cu_seqlens.device == device:
+    def to(self, device: torch.device | str | int, non_blocking: bool = True) -> Packing:
+        """This packing with its boundaries on `device`, as accelerate asks for."""
+        if self.cu_seqlens is None or self.cu_seqlens.device == torch.device(device):
             return self
         return self._with(self.cu_seqlens.to(device, non_blocking=non_blocking))
 
