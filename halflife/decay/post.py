@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -159,10 +158,12 @@ class PoST(Decay):
             return self.decay(f, position=position, log_rate=self.theta, parts=True, taper=taper, then=then)
         leaves = then is None and step is None and not isinstance(f, Product) and not f.is_cpu
         if leaves and self.decay.has_law() and self._leaves_spectrum():  # one kernel for both
-            taper, limited = Spectrum(self.theta, self.delta, math.log(self.train_length)), self._limited(position)
-            options = {"log_rate": self.theta, "taper": taper, "position": limited}
+            spectrum = Spectrum(self.theta, self.delta, math.log(self.train_length))
+            options = {"log_rate": self.theta, "taper": spectrum, "position": self._limited(position)}
             found = self.decay(f, parts=parts, with_step=with_step, **options)
-            return found._replace(log_stretch=partial(self.log_stretch, position)) if parts else found
+            # Called outside of this method, where an offloaded parameter is no longer here.
+            later = lambda: self._stretched(position, ordered_spectrum(*spectrum)[1])  # noqa: E731
+            return found._replace(log_stretch=later) if parts else found
         base, taper = self._spectrum()
         options: dict[str, Any] = {"log_rate": base.view(self.base_shape)} | ({} if then is None else {"then": then})
         if taper is not None and (self.sorts_log_rates or self.decay.has_law()):

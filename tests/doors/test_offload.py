@@ -98,8 +98,11 @@ def resident(name, length):
 every_model = pytest.mark.parametrize("name", slow_beyond(FEW, ALL))
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @every_model
-def test_parameters_are_read_only_in_the_forward_pass_of_their_module(name):
+def test_parameters_are_read_only_in_the_forward_pass_of_their_module(name, on_cpu, monkeypatch):
+    """Also in what layers do on a GPU alone."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
     model, ids, expected = resident(name, 9)
     with torch.no_grad(), only_in_forward(model):
         assert_same(everything(model, ids), expected)
