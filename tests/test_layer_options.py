@@ -119,8 +119,11 @@ def test_step_limits_of_mamba2():
         torch.testing.assert_close(post.timescales(), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("per_head", [True, False])
-def test_a_head_that_grows_shrinks_the_others_unless_each_has_its_norm(per_head):
+def test_a_head_that_grows_shrinks_the_others_unless_each_has_its_norm(per_head, on_cpu, monkeypatch):
+    """A hook sees what the norm gives on a GPU too, where the norm and the map after it are else one op."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
     torch.manual_seed(0)
     mixer, x, normed = (
         layers.build("mamba2", hidden_size=8, num_heads=2, norm_per_head=per_head),

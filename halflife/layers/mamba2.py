@@ -13,7 +13,7 @@ from halflife.decay import DecayParts
 from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay, check_gain
-from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv, map_of_gated
+from halflife.layers.parts import OUTPUT_NORMS, GatedRMSNorm, ShortConv, is_watched, map_of_gated
 from halflife.ops.backends.dispatch import add_skip
 from halflife.ops.backends.split import split
 from halflife.ops.linear import weight_of
@@ -144,7 +144,8 @@ class Mamba2(HasMemory, Mixer):
             y = self.skip(y.flatten(-2), values.flatten(-2), partial(self.norm, z=z))
             return self.out_proj(y), {"conv": conv, **memory}
         y, memory = self.skip(run=lambda skip: self.memory(*given, skip=skip, **options))
-        y, weight = y.flatten(-2), weight_of(self.out_proj) if type(self.norm) is GatedRMSNorm else None
+        joins = type(self.norm) is GatedRMSNorm and not is_watched(self.norm)
+        y, weight = y.flatten(-2), weight_of(self.out_proj) if joins else None
         y = self.out_proj(self.norm(y, z)) if weight is None else self.norm(y, z, weight=weight)
         return y, {"conv": conv, **memory}
 
