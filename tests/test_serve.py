@@ -16,7 +16,7 @@ from halflife.models import graphs
 from halflife.models.states import size
 from halflife.models.text import TextStream
 from halflife.serve.app import Limits, build
-from halflife.serve.engine import Engine
+from halflife.serve.engine import Engine, last_hidden
 from halflife.serve.jobs import Done, Failed, Full, Job, Piece, Settings
 from halflife.serve.prefixes import PrefixCache
 from halflife.serve.sessions import Busy
@@ -72,7 +72,7 @@ def test_graphs_of_tokens_serve_each_number_of_rows(monkeypatch):
     monkeypatch.setattr(graphs.TokenGraphs, "_possible", lambda self: True)
     model = tiny()
     shared = engine(model)
-    shared._hidden = graphs.TokenGraphs(model)
+    shared._hidden = graphs.TokenGraphs(model, last_hidden)
     prompts = ([1, 2, 3], 3), ([7, 8], 6), ([5], 5)
     jobs = []
     for prompt, count in prompts:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from combinations import SIZES
 from helpers import add_noise, assert_raises, cases
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from halflife import LanguageModel, Session, preset
@@ -14,8 +15,9 @@ from halflife.cli import main
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint, graphs
-from halflife.models.session import draw, probabilities
-from halflife.models.text import TextStream, pieces_of_text
+from halflife.models.session import next_token
+from halflife.models.text import TextStream, draw, pieces_of_text, probabilities
+from halflife.ops import arguments
 
 NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+tpe"]
 
@@ -248,17 +250,71 @@ def test_tokens_by_a_graph_are_those_of_the_model(name, by_graphs):
     """Also after a fork, and where a graph goes on from another state; softmax attention has no graph."""
     model, ids = build(name), [3, 1, 4, 1, 5]
     plain, session = Session(model).feed(ids), Session(model)
-    session._hidden = graphs.TokenGraphs(model)
+    session._next = graphs.TokenGraphs(model, next_token)
     session.feed(ids)
     assert [*session.sample(4, temperature=0)] == [*plain.sample(4, temperature=0)]
     fork, expected = session.fork(), [*plain.sample(5, temperature=0)]
     assert [*session.sample(5, temperature=0)] == expected
     assert [*fork.sample(5, temperature=0)] == expected
-    session.state, session._logits = fork.state, fork.next_logits
+    session.state, session._results = fork.state, [fork.next_logits]
     assert [*session.sample(2, temperature=0)] == [*plain.sample(2, temperature=0)]
     assert torch.equal(session.next_logits, plain.next_logits)
-    made = session._hidden._graphs
+    made = session._next._graphs
     assert made is None if name == "llama" else len(made) == 1
+
+
+class Host(TorchDispatchMode):
+    """Counts what a host launches and what it reads. A replay is one launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.reads = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        free = function.is_view or function.name().startswith(("aten::empty", "aten::scalar_tensor"))
+        self.launches += torch.is_tensor(out) and not free
+        return out
+
+    def replayed(self, function):
+        def replay():
+            self.launches += 1
+            with _disable_current_modes():
+                function()
+
+        return replay
+
+
+@cases(
+    "settings, launches",
+    ({"temperature": 0}, 2),
+    ({"temperature": 0.7}, 13),
+    ({"temperature": 1e-40, "top_k": 3}, 15),
+    ({"top_p": 0.5}, 20),
+)
+def test_a_token_of_a_gpu_takes_a_replay_and_one_read(settings, launches, monkeypatch, by_graphs):
+    """What is drawn is what a CPU draws, where `torch.multinomial` reads whether the probabilities are some."""
+    model, host = build("mamba2"), Host()
+    draws = [torch.Generator().manual_seed(3) for _ in range(2)]
+    expected = [*Session(model).feed([1, 2]).sample(9, generator=draws[0], **settings)]
+    monkeypatch.setattr(arguments, "HOSTS", set())
+    monkeypatch.setattr(graphs, "capture", host.replayed)
+    session = Session(model)
+    session._next = graphs.TokenGraphs(model, next_token)
+    tokens = session.feed([1, 2]).sample(9, generator=draws[1], **settings)
+    found = [next(tokens)]  # makes the graph
+    host.launches = 0
+    with host:
+        found += tokens
+    assert found == expected
+    assert (host.launches, host.reads) == (8 * launches, 8)
+    kept = session.next_logits
+    before = kept.clone()
+    session.feed([1])
+    assert torch.equal(kept, before)
+    session.model.norm.weight.data.fill_(torch.nan)
+    assert_raises(ValueError, "not finite", list, session.feed([1]).sample(1, **settings))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -312,7 +368,7 @@ def test_what_cannot_be_captured_runs_without_a_graph(by_graphs, monkeypatch):
     monkeypatch.setattr(graphs, "capture", refuse)
     model = build("mamba2")
     session, plain = Session(model), Session(model).feed([1, 2])
-    session._hidden = graphs.TokenGraphs(model)
+    session._next = graphs.TokenGraphs(model, next_token)
     with pytest.warns(UserWarning, match="without CUDA graphs: no graph"):
         session.feed([1]).feed([2])
     assert torch.equal(session.next_logits, Session(model).feed([1]).feed([2]).next_logits)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.models import LanguageModel, ModelState
-from halflife.models.session import draw
 from halflife.models.states import select
+from halflife.models.text import draw
 
 Ids = Sequence[int]
 Row = TypeVar("Row")

@@ -15,6 +15,9 @@ from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.states import changed, form
 from halflife.precision import autocast_dtype
 
+# From a model, its token ids `[B, T]` and the state before them: results of one shape for every T, and the next state.
+Step = Callable[[LanguageModel, Tensor, ModelState | None], tuple[list[Tensor], ModelState]]
+
 
 def capture(function: Callable[[], None]) -> Callable[[], None]:
     """Return what replays the kernels of `function`, which reads and writes tensors that stay in place."""
@@ -38,39 +41,40 @@ def capture(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class TokenGraph:
-    """One token of each sequence: `hidden [B, 1, D], state = graph(ids [B, 1], state)`.
+    """One token of each sequence: `results, state = graph(ids [B, 1], state)`.
 
     The results are overwritten by the next call. A call that gets the state of the last one copies nothing.
 
     Args:
         model: in evaluation mode; its weights stay where they are.
         state: of B sequences, of the form that the graph takes.
+        step: computes the results.
 
     Raises:
         ValueError: the state grows by a token, as that of softmax attention does.
     """
 
-    def __init__(self, model: LanguageModel, state: ModelState) -> None:
+    def __init__(self, model: LanguageModel, state: ModelState, step: Step) -> None:
         self.ids = torch.zeros(len(state[0]["position"]), 1, dtype=torch.long, device=model.embedding.weight.device)
         self.state = changed(state, torch.clone)
-        self.hidden, after = model.hidden(self.ids, self.state)
+        self.results, after = step(model, self.ids, self.state)
         if form(after) != form(state):
             raise ValueError("the state of this model grows with every token")
 
-        def step() -> None:
-            hidden, new = model.hidden(self.ids, self.state)
-            self.hidden.copy_(hidden)
+        def run() -> None:
+            results, new = step(model, self.ids, self.state)
+            torch._foreach_copy_(self.results, results)  # pyright: ignore[reportPrivateImportUsage]
             _copy(self.state, new)
 
         with torch.cuda.device_of(self.ids):
-            self._replay = capture(step)
+            self._replay = capture(run)
 
-    def __call__(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+    def __call__(self, ids: Tensor, state: ModelState) -> tuple[list[Tensor], ModelState]:
         if state is not self.state:
             _copy(self.state, state)
         self.ids.copy_(ids)
         self._replay()
-        return self.hidden, self.state
+        return self.results, self.state
 
 
 def _copy(goal: ModelState, source: ModelState) -> None:
@@ -79,20 +83,20 @@ def _copy(goal: ModelState, source: ModelState) -> None:
 
 
 class TokenGraphs:
-    """`model.hidden(ids, state)`, by a graph for each number of sequences where it decodes tokens on a GPU.
+    """`step(model, ids, state)`, by a graph for each number of sequences where it decodes tokens on a GPU.
 
     Of the states with one form and number of sequences only one may go on at a time, because they share a graph.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
+    def __init__(self, model: LanguageModel, step: Step) -> None:
+        self.model, self.step = model, step
         self._graphs: dict[tuple, TokenGraph] | None = {}  # None where no graph is possible
 
-    def __call__(self, ids: Tensor, state: ModelState | None) -> tuple[Tensor, ModelState]:
+    def __call__(self, ids: Tensor, state: ModelState | None) -> tuple[list[Tensor], ModelState]:
         if state is None or ids.shape[1] != 1 or not self._possible():
-            return self.model.hidden(ids, state)
+            return self.step(self.model, ids, state)
         graph = self._graph(state)
-        return self.model.hidden(ids, state) if graph is None else graph(ids, state)
+        return self.step(self.model, ids, state) if graph is None else graph(ids, state)
 
     def own(self, state: ModelState) -> ModelState:
         """The state itself, or a copy of one that later calls overwrite."""
@@ -104,7 +108,7 @@ class TokenGraphs:
         key = len(state[0]["position"]), (form(state), autocast_dtype(self.model.embedding.weight.device))
         if key not in self._graphs:
             try:
-                self._graphs[key] = TokenGraph(self.model, state)
+                self._graphs[key] = TokenGraph(self.model, state, self.step)
             except (ValueError, RuntimeError) as error:
                 if isinstance(error, RuntimeError):
                     warnings.warn(f"tokens are decoded without CUDA graphs: {error}", stacklevel=3)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,22 +15,42 @@ from torch import Tensor
 
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
-from halflife.models.text import CONTEXT, TextStream, context, divide_stops, pieces_of_text
+from halflife.models.text import (
+    CONTEXT,
+    TextStream,
+    choose,
+    context,
+    divide_stops,
+    likeliest,
+    number_of,
+    pieces_of_text,
+)  # fmt: skip
+from halflife.ops.arguments import may_branch
 from halflife.ops.linear import fast_linears
 
+Decoded = tuple[list[Tensor], ModelState]
 FORMAT = 1  # increased when older files can no longer be read
 RECURRENT = ("memory", "slow")  # names of the states that ops carry from token to token
 BYTE_VOCABULARY = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
-NOT_FINITE = "the logits of the model are not finite, as after a divergence in training"
 
 
-def decoder(model: LanguageModel) -> Callable[[Tensor, ModelState | None], tuple[Tensor, ModelState]]:
-    """Return `model.hidden`. On a GPU CUDA graphs decode tokens, and each overwrites the state of the last one."""
+def decoder(model: LanguageModel, step: Callable[..., Decoded]) -> Callable[[Tensor, ModelState | None], Decoded]:
+    """Return `step(model, ids, state)` as a function of ids and state, which returns tensors and the next state.
+
+    On a GPU CUDA graphs run it on single tokens, and each overwrites the results and the state of the last one.
+    """
     if not model.embedding.weight.is_cuda:
-        return model.hidden
+        return partial(step, model)
     from halflife.models.graphs import TokenGraphs
 
-    return TokenGraphs(model)
+    return TokenGraphs(model, step)
+
+
+def next_token(model: LanguageModel, ids: Tensor, state: ModelState | None) -> Decoded:
+    """The logits `[V]` of the token after one sequence, and on a GPU the likeliest token, which its graph computes."""
+    hidden, state = model.hidden(ids, state)
+    logits = model.logits(hidden[0, -1])
+    return [logits] if may_branch(logits.device) else [logits, likeliest(logits)], state
 
 
 class Session:
@@ -71,30 +92,33 @@ class Session:
         if model.embedding.weight.is_meta:
             raise ValueError("the weights are on the meta device, or offloaded: a session needs them in memory")
         self.model, self.encode, self.decode, self.piece_size = model, encode, decode, piece_size
-        self.state_dtype, self._hidden = state_dtype, decoder(model)
+        self.state_dtype, self._next = state_dtype, decoder(model, next_token)
         self.state: ModelState | None = None
         self.position = 0
-        self._logits: Tensor | None = None
+        self._results: list[Tensor] = []  # those of `next_token`
         self._recent: list[int] = []  # the last tokens, as far as the text of later ones depends on them
 
-    @torch.no_grad()
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
         """Read token ids `[T]` or text, and return the session.
 
         Raises:
             ValueError: the ids are not integers of the vocabulary, or text is given without a tokenizer.
         """
-        ids = self._ids(tokens)
+        numbers = self._ids(tokens)
+        ids = numbers.to(self.model.embedding.weight.device, non_blocking=True)
         with fast_linears(self.model) if len(ids) > 1 else nullcontext():
-            # The ids are copied first, so that a GPU need not wait for each piece.
-            copies = ids.cpu().split(self.piece_size)
-            for piece, copy in zip(ids.split(self.piece_size), copies, strict=True) if len(ids) else ():
-                hidden, state = self._hidden(piece.unsqueeze(0), self.state)
-                self.state = self._cast(state)
-                self._logits = self.model.logits(hidden[0, -1])
-                self._remember(copy.tolist())
-                self.position += len(piece)
+            for piece, copy in zip(ids.split(self.piece_size), numbers.split(self.piece_size), strict=True):
+                self._read(piece, copy.tolist())
         return self
+
+    @torch.no_grad()
+    def _read(self, ids: Tensor, numbers: list[int]) -> None:
+        """Read token ids `[T]` of the vocabulary, which the host knows as `numbers`."""
+        if numbers:
+            self._results, state = self._next(ids.unsqueeze(0), self.state)
+            self.state = self._cast(state)
+            self._remember(numbers)
+            self.position += len(numbers)
 
     def _remember(self, tokens: list[int]) -> None:
         self._recent = [*self._recent, *tokens]
@@ -115,7 +139,8 @@ class Session:
         )
 
     def _ids(self, tokens: str | Sequence[int] | Tensor) -> Tensor:
-        size, device = self.model.config.vocab_size, self.model.embedding.weight.device
+        """Token ids `[T]` in the host's memory, where they are checked without a wait for the device."""
+        size = self.model.config.vocab_size
         if isinstance(tokens, str):
             if self.encode is None and size != BYTE_VOCABULARY:
                 raise ValueError(
@@ -124,7 +149,7 @@ class Session:
             tokens = list(tokens.encode()) if self.encode is None else self.encode(tokens)
         if isinstance(tokens, Tensor) and tokens.is_meta:
             raise ValueError("tokens are on the meta device, which has no values")
-        ids = torch.as_tensor(tokens, device=device)
+        ids = torch.as_tensor(tokens).cpu()
         ids = ids.long() if not ids.numel() else ids
         if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"tokens must be integers [T]; got {ids.dtype} {tuple(ids.shape)}")
@@ -139,18 +164,22 @@ class Session:
         Raises:
             ValueError: the session has read nothing yet.
         """
-        if self._logits is None:
+        if not self._results:
             raise ValueError("the session has read nothing yet: feed it a token first")
-        return self._logits
+        return self._own(self._results)[0]
+
+    def _own(self, results: list[Tensor]) -> list[Tensor]:
+        """The results themselves, or copies of what CUDA graphs overwrite."""
+        return [x.clone() for x in results] if hasattr(self._next, "own") else results
 
     def fork(self) -> Session:
         """Return a second session that continues from here independently."""
         other = Session(
             self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size, state_dtype=self.state_dtype
         )
-        own = getattr(self._hidden, "own", None)  # a copy of what CUDA graphs overwrite
+        own = getattr(self._next, "own", None)  # a copy of what CUDA graphs overwrite
         other.state, other.position = own(self.state) if own and self.state else self.state, self.position
-        other._logits, other._recent = self._logits, self._recent
+        other._results, other._recent = self._own(self._results), self._recent
         return other
 
     def sample(
@@ -185,8 +214,10 @@ class Session:
         self.next_logits  # noqa: B018 (raises now instead of at the first token)
 
         def draw_next() -> int:
-            token = draw(self.next_logits, temperature, top_k, top_p, generator)
-            self.feed([token])
+            logits, *best = self._results
+            chosen = choose(logits, temperature, top_k, top_p, generator, *best)
+            token = number_of(chosen)
+            self._read(chosen.view(1), [token])
             return token
 
         return (draw_next() for _ in range(n))
@@ -255,7 +286,7 @@ class Session:
             raise ValueError(f"{path} holds no state of a session: its position, logits or last tokens cannot be")
         self._check(path, layers, position)
         self.state = self._cast(tuple(layers[i] for i in range(len(layers))))
-        self.position, self._logits, self._recent = position, logits, last.tolist()
+        self.position, self._results, self._recent = position, [logits], last.tolist()
         return self
 
     @torch.no_grad()
@@ -282,40 +313,3 @@ class Session:
         """Return a hash of the model's configuration without the preset's name."""
         config = {key: value for key, value in self.model.config.to_dict().items() if key != "name"}
         return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def draw(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> int:
-    """Draw a token from `logits [V]`; the settings are those of `Session.sample`.
-
-    Raises:
-        ValueError: a logit is not finite.
-    """
-    if not logits.isfinite().all():
-        raise ValueError(NOT_FINITE)
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1, generator=generator))
-
-
-def probabilities(
-    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
-) -> Tensor:
-    """Return the probability of each token, `[V]`, float32. Temperature applies first, then top_k, then top_p."""
-    scaled = logits.float() / temperature
-    if not scaled.isfinite().all():  # a tiny temperature, or huge logits; the greatest logit stays 0
-        scaled = ((logits.double() - logits.double().max()) / temperature).float()
-    if top_k is not None and top_k < len(scaled):
-        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
-    p = scaled.softmax(-1)
-    if top_p is not None and top_p < 1:
-        ordered, order = p.sort(descending=True, stable=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before have enough probability
-        beyond[0] = False  # also where `top_p` is 0, or is rounded to it
-        p = p.index_fill(0, order[beyond], 0.0)
-    return p / p.sum()

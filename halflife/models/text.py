@@ -1,4 +1,4 @@
-"""From tokens, as they come, to text: whole characters, and the texts that end it."""
+"""From logits to tokens, and from tokens, as they come, to text: whole characters, and the texts that end it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
+from halflife.ops.arguments import may_branch
+
 Decode = Callable[[Sequence[int]], str]
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
+NOT_FINITE = "the logits of the model are not finite, as after a divergence in training"
 CONTEXT = 64  # tokens
+COLDEST = 2e-38  # a temperature in float32 with a finite reciprocal
 FIRST_IDS = 1024  # where a vocabulary has its single bytes
 _fragments: WeakKeyDictionary[object, int | None] = WeakKeyDictionary()  # by tokenizer
 
@@ -144,3 +151,74 @@ def divide_stops(stop: Sequence[int | str]) -> tuple[frozenset[int], list[str]]:
     if "" in texts:
         raise ValueError("a text of stop must not be empty")
     return frozenset(tokens), texts
+
+
+def draw(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> int:  # fmt: skip
+    """Draw a token from `logits [V]`; the settings are those of `Session.sample`.
+
+    Raises:
+        ValueError: a logit is not finite.
+    """
+    return number_of(choose(logits, temperature, top_k, top_p, generator))
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest token by its logits `[V]`, or −1 if one of them is not finite; it stays on its device."""
+    return torch.where(logits.isfinite().all(), logits.argmax(), -1)
+
+
+def choose(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None,
+    best: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Draw a token as `draw` does, but leave it on its device, where it is −1 if a logit is not finite.
+
+    The host of an accelerator waits for nothing. `best` is the `likeliest` token, if it is known.
+    """
+    if temperature == 0:
+        return likeliest(logits) if best is None else best
+    finite = logits.isfinite().all() if best is None else best >= 0
+    if may_branch(logits.device):
+        if not finite:
+            raise ValueError(NOT_FINITE)
+        return torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1, generator=generator)[0]
+    p = probabilities(logits, temperature, top_k, top_p)
+    noise = torch.empty_like(p).exponential_(generator=generator)  # as in `multinomial`, which reads two values of p
+    return torch.where(finite, (p / noise).argmax(), -1)
+
+
+def number_of(token: Tensor) -> int:
+    """The only value of a token that the host of an accelerator waits for."""
+    if (number := int(token)) < 0:
+        raise ValueError(NOT_FINITE)
+    return number
+
+
+def probabilities(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """Return the probability of each token, `[V]`, float32. Temperature applies first, then top_k, then top_p."""
+    scaled = _divided(logits, temperature)
+    if top_k is not None and top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
+    p = scaled.softmax(-1)
+    if top_p is not None and top_p < 1:
+        ordered, order = p.sort(descending=True, stable=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before have enough probability
+        beyond[0] = False  # also where `top_p` is 0, or is rounded to it
+        p = torch.zeros_like(p).scatter(0, order, ordered.masked_fill(beyond, 0.0))
+    return p / p.sum()
+
+
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    """The logits in float32 over the temperature, up to a constant; finite even if they are huge, or it is tiny."""
+    if may_branch(logits.device):
+        scaled = logits.float() / temperature
+        if scaled.isfinite().all():
+            return scaled
+        return ((logits.double() - logits.double().max()) / temperature).float()
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ((wide - wide.max()) / max(temperature, COLDEST)).float()

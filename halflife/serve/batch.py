@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from halflife.models.lm import ModelState
-from halflife.models.session import draw
 from halflife.models.states import form, select, stack
+from halflife.models.text import draw
 from halflife.serve.jobs import Job, Row
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
-from halflife.models.session import NOT_FINITE, decoder
+from halflife.models.session import Decoded, decoder
 from halflife.models.states import form, select, stack
-from halflife.models.text import context
+from halflife.models.text import NOT_FINITE, context
 from halflife.ops.linear import fast_linears
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Counts, Done, Failed, Full, Job, Row, Stopping
@@ -61,7 +61,7 @@ class Engine:
                 raise ValueError(f"{name} must be at least {least}; got {value}")
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_waiting, self.piece = max_rows, max_waiting, piece
-        self.device, self._hidden = model.embedding.weight.device, decoder(model)
+        self.device, self._hidden = model.embedding.weight.device, decoder(model, last_hidden)
         self.prefixes, self.counts = PrefixCache(cache_bytes), Counts()
         self._waiting: deque[Job] = deque()
         self._reading: list[Job] = []
@@ -297,8 +297,7 @@ class Engine:
         keep(group, going)
         if group.rows:
             ids = torch.tensor([[row.tokens[-1]] for row in group.rows], device=self.device)
-            hidden, group.state = self._hidden(ids, group.state)
-            group.hidden = hidden[:, -1]
+            (group.hidden,), group.state = self._hidden(ids, group.state)
             self.counts.steps += 1
 
     def _finish(self, job: Job, state: ModelState | None, hidden: Tensor | None, tokens: list[int]) -> None:
@@ -322,3 +321,9 @@ class Engine:
 
 def _reason(error: Exception) -> str:
     return f"the model failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def last_hidden(model: LanguageModel, ids: Tensor, state: ModelState | None) -> Decoded:
+    """The hidden states `[B, D]` of the last tokens."""
+    hidden, state = model.hidden(ids, state)
+    return [hidden[:, -1]], state

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from halflife import LanguageModel, preset
 from halflife.data.tokenizers import HuggingFaceTokenizer
-from halflife.models.session import draw, probabilities
+from halflife.models.text import draw, probabilities
 from halflife.serve.app import build
 from halflife.serve.engine import Engine
 from halflife.serve.schema import Chat, Completion, StreamOptions
