@@ -2,16 +2,18 @@
 
 import math
 import re
-from pathlib import Path
+from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
 import torch
+from fidelity_rows import DOCS, check_row
 
 from halflife import LanguageModel, decay, preset
 from halflife.decay import DECAYS, PoST
 from halflife.lab.experiments.overrides import constructor_options
 from halflife.layers import LAYERS, GateRank
+from halflife.layers.options import Place, Run
 from halflife.models import MODIFIERS, PRESETS
 from halflife.models.config import ATTACHMENTS, INITIALIZATIONS
 from halflife.runs.task_run import RunConfig
@@ -20,7 +22,7 @@ from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
 from halflife.training.trainer import HalflifeTrainer
 
-TEXT = (Path(__file__).parent.parent / "docs" / "fidelity.md").read_text()
+TEXT = (DOCS / "fidelity.md").read_text()
 SUFFIXES = ("_paper", "_released")
 NAMES = {name for registry in (PRESETS, MODIFIERS, DECAYS, LAYERS) for name in registry}
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
@@ -28,7 +30,8 @@ SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "
 
 def named():
     """The words in code that stand for a name of a registry, or that look like one with a suffix."""
-    words = set(re.findall(r"`(\w+)`", TEXT)) - {*SUFFIXES, *set(INITIALIZATIONS) - NAMES}
+    code = {word for words in re.findall(r"`([\w+]+)`", TEXT) for word in words.split("+")}
+    words = code - {*SUFFIXES, *set(INITIALIZATIONS) - NAMES}
     return {word for word in words if word in NAMES or word.endswith(SUFFIXES)}
 
 
@@ -45,6 +48,13 @@ def test_every_form_has_a_recommended_one():
                 assert name.removesuffix(suffix) in named()
 
 
+def test_rows_need_a_place_and_checked_numbers():
+    check_row("PoST, §5.4", "16 heads of `a_64+b`, T 0.5", ("16 heads", "T 0.5"))
+    for place, parts in (("somewhere", ("16", "0.5")), ("§5.4", ("16",)), ("§5.4", ("16", "0.6"))):
+        with pytest.raises(AssertionError):
+            check_row(place, "16 heads of `a_64+b`, T 0.5", parts)
+
+
 def test_options_in_the_table_exist():
     section = TEXT.split("## Options without a name of their own")[1]
     groups = {
@@ -56,6 +66,12 @@ def test_options_in_the_table_exist():
     assert len(options) == 18
     assert all(option in groups[group] for group, option in options)
     assert all(f"`{choice}`" in section for choice in (*ATTACHMENTS, *INITIALIZATIONS))
+
+
+def test_the_design_space_has_all_options_of_ska():
+    table = (DOCS / "design-space.md").read_text().split("| axis of SKA |")[1].split("\n\n")[0]
+    own = set(constructor_options(LAYERS["ska"])) - {part.name for kind in (Place, Run) for part in fields(kind)}
+    assert own <= set(re.findall(r"`(\w+)`", table))
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet+post", "gla+post", "retnet+post", "mamba2+ska", "simple+dplr"])

@@ -9,6 +9,8 @@ from test_start import SIZES, saved, text, train  # noqa: F401 (text is a fixtur
 from halflife import LanguageModel, decay, layers, preset
 from halflife.decay import PoST
 from halflife.decay.minimax import best_endpoints, best_weights, geometric_rates, moving_error
+from halflife.lab.experiments import EXPERIMENTS
+from halflife.lab.experiments.evidence.post_parts import models
 from halflife.lab.theory.spectra import response_as_run
 from halflife.ops import dplr
 from halflife.packing import Packing
@@ -101,6 +103,30 @@ def test_the_gain_of_rwkv7_multiplies_what_is_written(monkeypatch):
     (r, k, v, a, b, g), stretched = calls
     for before, after in zip((r, k * stretch, v, a, b * stretch, g), stretched, strict=True):
         torch.testing.assert_close(after, before)
+
+
+def test_rows_of_the_page_that_stand_for_other_forms():
+    """On recall PoST in GLA and RetNet is one model, as `post_paper` is; Δ fixed is Mamba-2's `post_released`."""
+    experiment, ids = EXPERIMENTS["post-taken-apart"](), torch.arange(9).view(1, 9)
+    settings = experiment.settings_at("smoke", {})
+
+    def logits(name, build=experiment.model):
+        torch.manual_seed(0)
+        return LanguageModel(build(name, settings))(ids)[0]
+
+    for same in (
+        ("gla:post", "retnet:post", "gla+post_paper", "retnet+post_paper"), ("rwkv7:post", "rwkv7+post_paper"),
+        ("mamba2:frozen", "mamba2+post_paper", "mamba2+post_released"),
+        ("gated_deltanet:frozen", "gated_deltanet+post_paper"),
+    ):  # fmt: skip
+        assert all(torch.equal(logits(same[0]), logits(name)) for name in same[1:]), same
+    for base in ("rwkv7", "gated_deltanet", "gla", "retnet"):  # RWKV-7's has another learning rate
+        released = EXPERIMENTS["post-mqar"]().model(f"{base}+post_released", settings)
+        assert all(released.mixer_options != experiment.model(one, settings).mixer_options for one in models(base))
+    for base in ("rwkv7", "gla", "retnet"):
+        assert_raises(ValueError, "has no 'frozen'", experiment.model, f"{base}:frozen", settings)
+    gain, frozen = (experiment.model(f"mamba2:{part}", settings).mixer_options for part in ("gain", "frozen-gain"))
+    assert frozen == {**gain, "decay_options": {"step_bias": "frozen"}}
 
 
 def test_free_rates_that_start_geometric():
