@@ -86,6 +86,11 @@ class Packing:
         return f"Packing of {self.num_sequences} sequences in {self.length} tokens"
 
     @property
+    def is_known(self) -> bool:
+        """Whether the host knows the lengths of the sequences, so that it can have them as numbers without a wait."""
+        return self.cu_seqlens is None or self._bounds is not None
+
+    @property
     def bounds(self) -> list[int]:
         """The boundaries of packed sequences as numbers, which are read from the device at the first use."""
         if self._bounds is None:

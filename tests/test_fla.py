@@ -30,6 +30,8 @@ from halflife.layers.parts import set_backend
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
+from halflife.ops.call import Call
+from halflife.packing import Packing
 
 # Both sides compute in float32. The tolerance is four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 3.8e-7
@@ -170,7 +172,8 @@ def test_packed(op, granularity, dtype, on_a_cpu):
 
 @on_linux
 def test_layers_share_the_boundaries(on_a_cpu, monkeypatch):
-    """fla finds what it computed from them for the first layer, forward and backward. It would wait for a device."""
+    """fla finds what it computed from them for the first layer. There it waits for a device that alone knows them."""
+    monkeypatch.setattr(Packing, "is_known", False)
     index, kernels, waits = fla_module("utils.index"), fla_module("gla"), []
     count, run = index._segmented_arange, kernels.chunk_gla
     monkeypatch.setattr(index, "_segmented_arange", lambda counts: waits.append(1) or count(counts))
@@ -185,6 +188,26 @@ def test_layers_share_the_boundaries(on_a_cpu, monkeypatch):
     for bounds in (torch.tensor([0, 3, 9], dtype=torch.int32), torch.tensor([0, 5, 9])):
         model(torch.zeros(1, 9, dtype=torch.long), cu_seqlens=bounds)
     assert (len(on_a_cpu), len(waits)) == (6, 2)
+
+
+@on_linux
+@pytest.mark.parametrize(("op", "chunk", "index"), [
+    ("linear_attention", 64, [[0, 0], [1, 0], [1, 1], [3, 0]]),
+    ("dplr", 16, [[0, 0], *([1, i] for i in range(5)), [3, 0]]),
+])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens_cpu": None}])
+def test_fla_does_not_wait_for_lengths_that_the_host_knows(op, chunk, index, options, monkeypatch):
+    """Tensors of the meta device have no values that could be waited for."""
+    found, given = [], call_of(op, "none", length=80, batch=1).tensors
+    for device in ("cpu", "meta"):
+        packing = Packing.of(torch.tensor([0, 1, 66, 66, 80]), 1, 80).to(device)
+        tensors = {name: None if x is None else x.to(device) for name, x in given.items()}
+        bounds = fla._bounds(Call.of(op, tensors, cu_seqlens=packing))
+        with monkeypatch.context() as inside:
+            inside.setattr(fla_module("utils.index"), "_segmented_arange", lambda _: pytest.fail("computed again"))
+            found.append(fla_module("utils.index").prepare_chunk_indices(bounds, chunk, **options))
+    assert found[0].tolist() == index
+    assert found[1].shape == found[0].shape
 
 
 @on_linux

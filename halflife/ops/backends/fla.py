@@ -40,6 +40,7 @@ from halflife.ops.chunked.decays import FLOOR
 MATRICES = ("q", "k", "v", "a", "b")
 # Earlier versions give wrong gradients of the delta rule on Hopper and past 2³¹ elements. Later ones are not tested.
 VERSIONS = ((0, 6), (0, 7))
+CHUNKS = {"linear_attention": 64, "delta_rule": 64, "ridge_attention": 64, "dplr": 16}  # tokens of fla's chunks
 UNSEEN = ("forgetting_attention", "log_linear_attention", "ridge_attention")  # not calls of `fla_op`, so Dynamo stops
 
 
@@ -268,11 +269,22 @@ def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 
 
 def _bounds(call: Call) -> Tensor | None:
-    """The boundaries in int64, one tensor for all layers: fla waits for the device once for each tensor that is new."""
-    bounds, kept = call.packing.cu_seqlens, call.packing.kept
-    if bounds is not None and "int64" not in kept:
-        kept["int64"] = bounds.to(torch.int64)
-    return kept.get("int64")
+    """The boundaries in int64, one tensor for all layers: fla waits for the device once for each tensor that is new.
+
+    It does not wait where the host knows the lengths. Then fla finds that it has the chunks of this tensor already.
+    """
+    packing, chunk = call.packing, CHUNKS.get(call.op)
+    if packing.cu_seqlens is None:
+        return None
+    if "int64" not in packing.kept:
+        packing.kept["int64"] = packing.cu_seqlens.to(torch.int64)
+    bounds = packing.kept["int64"]
+    if chunk and packing.is_known and ("fla", chunk) not in packing.kept and not torch.compiler.is_compiling():
+        index_of_chunks = fla_op.function("utils.prepare_chunk_indices")
+        with fla_op.OutputSize(sum(-(-n // chunk) for n in packing.counts)):
+            for options in ({}, {"cu_seqlens_cpu": None}):  # as fla calls it; its cache keeps them apart
+                packing.kept["fla", chunk] = index_of_chunks(bounds, chunk, **options)
+    return bounds
 
 
 def _run(name: str, call: Call, **gates: Tensor | None) -> tuple[Tensor, Tensor]:

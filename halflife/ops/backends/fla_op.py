@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 _AUTOGRAD = [
     getattr(torch._C.DispatchKey, f"Autograd{name}") for name in ("Functionality", "Other", "CPU", "CUDA")
@@ -22,6 +23,18 @@ def function(name: str) -> Callable[..., Any]:
     """`fla.ops.<name>`, imported when it is called."""
     module, _, last = name.rpartition(".")
     return getattr(importlib.import_module(f"fla.ops.{module}"), last)
+
+
+class OutputSize(TorchFunctionMode):
+    """Inside this block, `torch.repeat_interleave` knows the length of its output and does not ask the device."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = {"output_size": self.size} if func is torch.repeat_interleave else {}
+        return func(*args, **(kwargs or {}), **more)
 
 
 def call(name: str, tensors: Mapping[str, Tensor | None], scale: float) -> tuple[Tensor, Tensor]:
