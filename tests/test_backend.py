@@ -267,3 +267,18 @@ def test_selfcheck_leaves_out_what_a_backend_refuses(monkeypatch):
     report = ops.selfcheck(length=5, ops=["dplr"], backends=["chunked"])
     assert report.ok
     assert {check.dtype for check in report.checks} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+@pytest.mark.parametrize("name", sorted(OPS.names()))
+def test_other_accelerators_run_plain_pytorch(name, kind):
+    """Their tensors go to the chunked form, or to the token loop of an op that has no other."""
+    known = {key: entry.function for key, entry in OPS[name].backends.items()}
+    assert backends.choose(name, "auto", torch.device(kind)) is known.get("chunked", known["reference"])
+
+
+def test_cards_of_amd_have_no_capability_of_nvidia(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    fla._capability.cache_clear()
+    assert fla._wrong_on_hopper(CUDA, (3, 5, 0), 48, 48, True) is None
+    fla._capability.cache_clear()

@@ -360,3 +360,13 @@ def test_no_training_exceeds_the_rate_that_it_is_measured_against(monkeypatch):
     monkeypatch.setattr(speed.torch, "mm", mm)
     assert speed.peak_rate(torch.device("cpu"), bf16=True) == pytest.approx(1e11)
     assert speed.gemm_rate(torch.device("cpu"), torch.float32) == pytest.approx(1e11 / 3)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_a_product_is_timed_until_the_accelerator_is_done(kind, monkeypatch):
+    waited, draw = [], torch.randn
+    monkeypatch.setattr(speed.torch, "randn", lambda *size, device, dtype: draw(*size, dtype=dtype))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    assert speed.gemm_rate(torch.device(kind), torch.float32, largest=8) > 0
+    assert len(waited) > 1
+    assert {device.type for device in waited} == {kind}

@@ -242,7 +242,7 @@ class PoST(Decay):
         """Set θ and δ such that the sorted `rates` are those at zero activation; see `from_rates`."""
         if rates.numel() != self.channels or not (rates > 0).all():
             raise ValueError(f"need {self.channels} positive rates; got {rates.numel()}, the least {rates.min():g}")
-        ordered = rates.detach().flatten().double().sort().values.tolist()
+        ordered = rates.detach().cpu().flatten().double().sort().values.tolist()
         base = torch.tensor([self.decay.post_base(rate) for rate in ordered], dtype=torch.float64)
         self.theta.copy_(base[0])
         self.delta.copy_(inverse_softplus(base.diff().clamp(min=1e-6)))

@@ -84,8 +84,8 @@ def _score(model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple
         for part in torch.arange(len(row)).split(max(1, MAX_LOGITS // model.config.vocab_size)):
             logits = model.logits(hidden[row[part], column[part]]).float()
             target = targets[:, columns][row[part], column[part]].to(logits.device)
-            losses = F.cross_entropy(logits, target, reduction="none").double()
-            total.index_add_(0, row[part], -losses.cpu())
+            losses = F.cross_entropy(logits, target, reduction="none")
+            total.index_add_(0, row[part], -losses.cpu().double())
             likeliest[row[part][(logits.argmax(-1) != target).cpu()]] = False
     return list(zip(total.tolist(), likeliest.tolist(), strict=True))
 

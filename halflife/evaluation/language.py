@@ -97,7 +97,7 @@ def _document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Ten
             device = model.embedding.weight.device
             hidden, _ = model.hidden(ids.unsqueeze(0).to(device), cu_seqlens=bounds.to(device))
             losses = token_losses(hidden[0], model.head_or_weight, labels.to(device))
-        nats += losses.double().sum().item()
+        nats += losses.cpu().double().sum().item()
         tokens += int((labels >= 0).sum())
     return DocumentLoss(nats, tokens, count)
 

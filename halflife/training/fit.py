@@ -20,6 +20,7 @@ from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss, token_losses
 from halflife.ops.linear import fast_linears
 from halflife.packing import Packing
+from halflife.precision import wide
 from halflife.tasks import IGNORED
 from halflife.training.carried import CarriedStates, Part
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank
@@ -101,7 +102,7 @@ class Objective(nn.Module):
                 bounds = None if cu_seqlens is None else piece.boundaries(cu_seqlens)
                 hidden, _ = self.model.hidden(piece.of(ids), cu_seqlens=bounds)
                 losses = token_losses(hidden.flatten(0, 1), self.model.head_or_weight, piece.of(labels).flatten())
-                nats.append(losses.double().sum())
+                nats.append(wide(losses).sum())
         finally:
             self.model.context_parallel = None
         return torch.stack(nats).sum() / (labels != IGNORED).sum()

@@ -111,8 +111,8 @@ def gemm_rate(
         a = torch.randn(rows, rows, device=device, dtype=dtype)
         start = time.perf_counter()
         torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         return time.perf_counter() - start
 
     rows = min(256, largest)
