@@ -85,6 +85,16 @@ def test_graphs_of_tokens_serve_each_number_of_rows(monkeypatch):
     assert {rows for rows, _ in shared._hidden._graphs} == {2, 4}
 
 
+def test_a_step_reads_the_tokens_of_all_rows_at_once(monkeypatch):
+    shared, reads, tolist = engine(tiny()), [], torch.Tensor.tolist
+    for prompt in ([1], [2], [3]):
+        submit(shared, prompt, max_tokens=9)
+    shared.turn()
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.shape) or tolist(x))
+    shared.turn()
+    assert reads == [(3,)]
+
+
 SLOW = ("rwkv7", "mamba2+ska", "simple+tpe", "gated_deltanet+gate_rank")
 
 

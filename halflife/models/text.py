@@ -166,8 +166,8 @@ def draw(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token by its logits `[V]`, or −1 if one of them is not finite; it stays on its device."""
-    return torch.where(logits.isfinite().all(), logits.argmax(), -1)
+    """The likeliest tokens `[…]` by logits `[…, V]`, or −1 where one is not finite; they stay on the device."""
+    return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
 
 
 def choose(

@@ -60,9 +60,8 @@ def keep(group: Group, rows: list[int]) -> None:
             group.state, group.hidden = select(group.state, rows), group.hidden[rows]
 
 
-def draw_tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Draw a token of each row from `logits [N, V]`."""
-    likeliest = logits.argmax(-1).tolist()
+def draw_tokens(logits: Tensor, rows: Sequence[Row], likeliest: Sequence[int]) -> list[int]:
+    """Draw a token of each row from `logits [N, V]`, of which the likeliest tokens are known."""
     settings = [row.job.settings for row in rows]
     return [
         likeliest[i] if s.temperature == 0 else draw(logits[i], s.temperature, None, s.top_p, rows[i].generator)

@@ -22,7 +22,7 @@ from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.session import Decoded, decoder
 from halflife.models.states import form, select, stack
-from halflife.models.text import NOT_FINITE, context
+from halflife.models.text import NOT_FINITE, context, likeliest
 from halflife.ops.linear import fast_linears
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Counts, Done, Failed, Full, Job, Row, Stopping
@@ -278,11 +278,11 @@ class Engine:
     def _step(self, group: Group) -> None:
         """Write one token of each row, and let the model read it where the row goes on."""
         logits = self.model.logits(group.hidden)
-        finite = logits.isfinite().all(-1).tolist()
-        if not all(finite):  # the other rows go on at the next turn
-            broken = {row.job for row, whole in zip(group.rows, finite, strict=True) if not whole}
+        best = likeliest(logits).tolist()
+        if min(best) < 0:  # the other rows go on at the next turn
+            broken = {row.job for row, token in zip(group.rows, best, strict=True) if token < 0}
             return self._fail(broken, NOT_FINITE)
-        tokens = draw_tokens(logits, group.rows)
+        tokens = draw_tokens(logits, group.rows, best)
         going = []
         for i, (row, token) in enumerate(zip(group.rows, tokens, strict=True)):
             if not row.tokens:
