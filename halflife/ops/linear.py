@@ -77,6 +77,7 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     ]
     swapped = [module for module in products.maps if "forward" not in vars(module)]
     copies = _Cast.apply(dtype, *[weight for *_, weight in held])
+    products.copies.update(map(id, copies))
     try:
         for (parameters, name, _), copy in zip(held, copies, strict=True):
             parameters[name] = copy
@@ -118,6 +119,7 @@ class _Products:
         self.maps = [*self.group, *[part for part in maps if part not in self.group]]
         self.done: dict[nn.Linear, tuple[Tensor, Tensor]] = {}  # map → its input and output
         self.calls: list[tuple[nn.Linear, Tensor]] | None = [] if groups is None else None
+        self.copies: set[int] = set()  # ids of the weights of this pass; others, as FSDP1's, are not cast
 
     def run(self, module: nn.Linear, input: Tensor) -> Tensor:
         """The output of a map."""
@@ -127,7 +129,7 @@ class _Products:
         if self.calls is not None:
             self.calls.append((module, input))
         weights = [part.weight for part in self.group.get(module, ())]
-        if not weights or nn.Parameter in map(type, weights):  # these are not cast
+        if not weights or not self.copies.issuperset(map(id, weights)):
             return F.linear(input, module.weight, module.bias)
         outputs = _Product.apply(input, *weights)
         self.done |= {part: (input, y) for part, y in zip(self.group[module], outputs, strict=True)}

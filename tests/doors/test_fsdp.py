@@ -1,5 +1,6 @@
 """FSDP1, FSDP2, accelerate and transformers' Trainer shard any model over processes."""
 
+import copy
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from helpers import port
 from pairwise import slow_beyond
 from test_registry import KINDS, NAMES, build, kept
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from halflife import LanguageModel, preset
 from halflife.hf import HalflifeForCausalLM
@@ -108,6 +110,29 @@ def test_no_unit_has_a_name_of_fsdps(one_process):
         for unit in model.modules():
             if isinstance(unit, (*sharding.UNITS,)):
                 assert not taken & vars(unit).keys(), (name, type(unit).__name__)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_fsdp1_under_autocast_where_a_gpu_would_be(flat, one_process, monkeypatch):
+    """Its weights are no parameters, so they are not cast with the others, nor joined in one product."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    torch.manual_seed(0)
+    whole, ids = LanguageModel(preset("gated_deltanet", **SIZES)), torch.randint(8, (2, 12))
+    parts = FullyShardedDataParallel(
+        copy.deepcopy(whole), auto_wrap_policy=ModuleWrapPolicy(sharding.UNITS), use_orig_params=not flat,
+        sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu"),
+    )  # fmt: skip
+    losses = []
+    for model in (whole, parts):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):  # from the second step on it is known which maps read one input
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(ids)[0].float().square().mean()
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
 
 
 WAYS = ("fsdp1", "fsdp2", "fully_shard", "accelerate-1", "accelerate-2", "trainer-1", "trainer-2")
