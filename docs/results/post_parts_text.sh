@@ -1,7 +1,7 @@
 # The commands that made the results of post_parts_text.md.
 
 halflife compare mamba2 mamba2:post mamba2:gain mamba2:static mamba2:held mamba2:ordered mamba2:slow0.01 mamba2:theorem \
-    mamba2:gain-held mamba2:frozen mamba2:gain-theorem --experiment post-taken-apart-text --scale small --seeds 3 --tune-seeds 1 \
+    mamba2:gain-held mamba2:frozen mamba2:frozen-gain mamba2:gain-theorem --experiment post-taken-apart-text --scale small --seeds 3 --tune-seeds 1 \
     --lr 5e-4 1e-3 2e-3 4e-3
 halflife compare mamba2:geometric mamba2:slow0.1 mamba2:theorem-slow0.01 mamba2:optimal mamba2:moving mamba2:gain-moving \
     --experiment post-taken-apart-text --scale small --seeds 3 --tune-seeds 1 --lr 1e-3 2e-3 4e-3
