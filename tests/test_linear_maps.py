@@ -310,7 +310,7 @@ def test_maps_of_one_input_are_one_product(name, autocast, monkeypatch):
     """
     torch.manual_seed(0)
     model, ids = LanguageModel(preset(name, **SIZES)), torch.randint(40, (2, 40))
-    model, x = (model, ids) if autocast else (model.bfloat16(), torch.ones(1, dtype=torch.bfloat16))
+    model, x = (model, ids) if autocast else (model.bfloat16(), torch.ones(8, 1, dtype=torch.bfloat16))
     counts = []
 
     def gradients(context):
@@ -344,7 +344,7 @@ def test_maps_of_one_input_are_one_product(name, autocast, monkeypatch):
 def test_a_checkpoint_runs_the_same_products_again(autocast):
     """In the first step too, which does not know yet which maps read one input, and after a pass that found out."""
     block = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in "ab"})
-    x = torch.randn(2, 4, requires_grad=True)
+    x = torch.randn(32, 4, requires_grad=True)
     if not autocast:
         block, x = block.bfloat16(), x.detach().bfloat16().requires_grad_()
 
@@ -359,6 +359,16 @@ def test_a_checkpoint_runs_the_same_products_again(autocast):
             (found,) = torch.autograd.grad(checkpoint(run, x, use_reentrant=False).sum(), x)
             assert_close(found, expected, OF_SUMS)
     assert vars(block)["_one_product"]
+
+
+@pytest.mark.parametrize(("tokens", "gradients", "together"), [(32, True, 2), (31, True, 0), (32, False, 0)])
+def test_few_tokens_do_not_pay_for_copies_of_weights(tokens, gradients, together):
+    """Nor do those of a model in 16 bits that is only asked; the maps then keep their weights."""
+    block = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in "ab"}).bfloat16()
+    x, held = torch.ones(tokens, 4, dtype=torch.bfloat16), {part.weight for part in block.values()}
+    vars(block)["_one_product"] = [[*block.values()]]
+    with torch.set_grad_enabled(gradients), cast_weights(block, x):
+        assert sum(part.weight not in held for part in block.values()) == together
 
 
 @pytest.mark.parametrize("neighbours", [True, False])

@@ -27,6 +27,7 @@ from halflife.ops.spec import OPS
 from halflife.precision import autocast_dtype
 
 FEWEST_ROWS = 32  # oneDNN rearranges the weights at every call, which does not pay for fewer rows
+PAYING_TOKENS = 8  # a channel: copies of weights then have a twentieth of the memory that a block keeps of its tokens
 
 
 @contextmanager
@@ -55,11 +56,10 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     quantised, sharded or replaced otherwise stay as they are. Other modules take part if their class says that
     products alone read their parameters (`only_products`).
 
-    Without autocast, maps of one input are one product too where x has 16 bits and gradients are asked for: one launch
-    copies their weights beside each other.
+    Without autocast, maps of one input are one product too in training if x has 16 bits and enough tokens.
     """
     dtype = autocast_dtype(x.device)
-    narrow = x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()
+    narrow = x.dtype.itemsize == 2 and torch.is_grad_enabled() and x.numel() >= PAYING_TOKENS * x.shape[-1] ** 2
     if (dtype is None and not narrow) or is_transformed():
         yield
         return
