@@ -239,3 +239,23 @@ def trains_without_waits(name: str, mode: str) -> None:
         except _AllRead:
             return
     raise AssertionError("the training ended before")
+
+
+def validates_without_waits(name: str, mode: str) -> None:
+    """Check that the host reads the loss of a validation after its last batch, and waits for nothing before."""
+    from halflife.runs import language_run
+    from halflife.training.fit import Objective
+
+    rows, read = list(_MicroBatches(mode)), []
+    split = mock.Mock(tokens=480, longest=80, batches=lambda *given, **how: rows)
+    config = mock.Mock(context=80, validation_tokens=480, bf16=False)
+    model = _model(name)
+    model.embedding.register_forward_hook(lambda *_: read.append(1))
+    # Tensors without data have no autocast.
+    with mock.patch.object(language_run, "MEASURED_TOKENS", 160), mock.patch.object(torch, "autocast"), _no_waits():
+        try:
+            language_run._validation(split, config)(Objective(model))
+        except (RuntimeError, NotImplementedError) as error:
+            assert len(read) == 3, error  # the error is that of the end, since tensors without data have no loss
+            return
+    raise AssertionError("a loss without data was read")

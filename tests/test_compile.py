@@ -67,4 +67,5 @@ def test_a_training_waits_for_no_value():
         ("gated_deltanet", "continued"),
         ("mesa", "rows"),
     )
-    run("; ".join(f"trains_without_waits({name!r}, {mode!r})" for name, mode in cases))
+    validations = [f"validates_without_waits('mamba2', {mode!r})" for mode in ("rows", "packed")]
+    run("; ".join([f"trains_without_waits({name!r}, {mode!r})" for name, mode in cases] + validations))

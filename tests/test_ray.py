@@ -102,6 +102,22 @@ def stands_still(job, threads):
     return dies_once(job, threads, signal.SIGSTOP)
 
 
+def fails_or_is_killed(job, threads):
+    return fails_for_seed_0(job, threads) if job.config.seed == 0 else killed(job, threads)
+
+
+def test_of_two_runs_one_fails_and_one_is_killed_and_goes_on(cluster, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pool, "run_job_in_worker", fails_or_is_killed)
+    folder = new(tmp_path / "x", ["mamba2"])
+    with pytest.raises(RunsFailed, match="seed 0 failed: the moon is full"):
+        comparison.run_comparison(folder, show=True, runner=pool.make_runner("ray"))
+    assert "mamba2 lr 0.01 seed 0: failed: the moon is full" in capsys.readouterr().out
+    failed, done = (folder / Cell("mamba2", 1e-2, seed).folder for seed in (0, 1))
+    assert (failed / "attempts").read_text() == "x"
+    assert (done / "starts").read_text().split() == ["0", "2"]
+    assert (done / "result.json").exists()
+
+
 # A run saves every 2 steps, and when it gets SIGTERM.
 @pytest.mark.slow
 @cases("works, starts", (killed, ["0", "2"]), (told_to_end, ["0", "3"]), (stands_still, ["0", "2"]))

@@ -18,6 +18,7 @@ from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint
+from halflife.packing import Packing
 from halflife.runs.one import CellConfig, ModelRun, training_device
 from halflife.tasks import IGNORED
 from halflife.training.carried import require_constant_state
@@ -231,13 +232,14 @@ def _parts(rows: int, length: int) -> list[range]:
     return [range(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-def _join(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Batches of one row each as one batch."""
+def _join(rows: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    """Batches of one row each as one batch. Boundaries become a `Packing`, whose numbers the host keeps."""
     packed = "cu_seqlens" in rows[0]
-    joined = {name: torch.cat([row[name] for row in rows], int(packed)) for name in ("input_ids", "labels")}
+    joined: dict[str, Any] = {name: torch.cat([row[name] for row in rows], int(packed)) for name in ("input_ids", "labels")}
     if packed:
         ends = [row["cu_seqlens"][1:] + i * row["input_ids"].shape[1] for i, row in enumerate(rows)]
-        joined["cu_seqlens"] = torch.cat([rows[0]["cu_seqlens"][:1], *ends])
+        bounds = torch.cat([rows[0]["cu_seqlens"][:1], *ends])
+        joined["cu_seqlens"] = Packing.of(bounds, *joined["input_ids"].shape)
     return joined
 
 
@@ -256,17 +258,18 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
     @torch.no_grad()
     def validate(objective: nn.Module) -> float:
         device = next(objective.parameters()).device
-        nats_and_tokens = torch.zeros(2, dtype=torch.float64)
+        losses, counts = [], []  # read after the last turn, so that the host waits once
         # Every process takes part in every turn: with FSDP, a forward pass needs the shards of all processes.
         for turn in range(0, len(parts), processes):
             part = turn + process
             batch = _join([batches[row] for row in parts[min(part, len(parts) - 1)]])
-            batch = {name: x.to(device) for name, x in batch.items()}
-            tokens = int((batch["labels"] != IGNORED).sum())
+            counts.append(int((batch["labels"] != IGNORED).sum()) if part < len(parts) else 0)
+            batch = {name: x.to(device, non_blocking=True) for name, x in batch.items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-                loss = objective(**batch)["loss"].item()
-            if part < len(parts) and tokens:
-                nats_and_tokens += torch.tensor([loss * tokens, tokens], dtype=torch.float64)
+                losses.append(objective(**batch)["loss"])
+        tokens = torch.tensor(counts, dtype=torch.float64)
+        nats = torch.where(tokens > 0, torch.stack(losses).cpu().double() * tokens, 0.0)
+        nats_and_tokens = torch.stack((nats.sum(), tokens.sum()))
         if processes > 1:
             total = nats_and_tokens.to(device)
             torch.distributed.all_reduce(total)
