@@ -235,7 +235,8 @@ def _parts(rows: int, length: int) -> list[range]:
 def _join(rows: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
     """Batches of one row each as one batch. Boundaries become a `Packing`, whose numbers the host keeps."""
     packed = "cu_seqlens" in rows[0]
-    joined: dict[str, Any] = {name: torch.cat([row[name] for row in rows], int(packed)) for name in ("input_ids", "labels")}
+    names = ("input_ids", "labels")
+    joined: dict[str, Any] = {name: torch.cat([row[name] for row in rows], int(packed)) for name in names}
     if packed:
         ends = [row["cu_seqlens"][1:] + i * row["input_ids"].shape[1] for i, row in enumerate(rows)]
         bounds = torch.cat([rows[0]["cu_seqlens"][:1], *ends])
