@@ -253,7 +253,7 @@ def validates_without_waits(name: str, mode: str) -> None:
     model = _model(name)
     model.embedding.register_forward_hook(lambda *_: read.append(1))
     # Tensors without data have no autocast, and no loss that could be read.
-    with mock.patch.object(language_run, "MEASURED_TOKENS", 160), mock.patch.object(torch, "autocast"), _no_waits():
-        with pytest.raises(RuntimeError):
-            language_run._validation(split, config)(Objective(model))
+    patches = mock.patch.object(language_run, "MEASURED_TOKENS", 160), mock.patch.object(torch, "autocast")
+    with patches[0], patches[1], _no_waits(), pytest.raises(RuntimeError):
+        language_run._validation(split, config)(Objective(model))
     assert len(read) == 3
