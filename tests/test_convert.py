@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from foreign_models import mixer_of
 from helpers import assert_close, assert_raises, assert_same, cases, unchecked
 from safetensors.torch import load_file, save_file
@@ -85,6 +86,26 @@ def test_settings_that_transformers_ignores_are_ignored(tmp_path):
     assert_close(checkpoint.load(convert(source, tmp_path / "out"))(tokens)[0], theirs(tokens).logits, TOLERANCE)
     save_file({**weights, "lm_head.weight": weights["backbone.embeddings.weight"] + 1}, source / "model.safetensors")
     assert_raises(ValueError, r"ties the embeddings, but lm_head\.weight", convert, source, tmp_path / "again")
+
+
+def test_mamba2_of_fla(tmp_path):
+    """fla's has the kind and tensors of transformers', and other names of settings. Its gate may follow the norm."""
+    theirs, source = mamba2(tmp_path / "in", time_step_limit=[0.01, 0.05]), tmp_path / "in"
+    config = json.loads((source / "config.json").read_text())
+    names = {"layer_norm_epsilon": "norm_eps", "time_step_limit": "dt_limit"}
+    config = {names.get(name, name): value for name, value in config.items()} | {"rmsnorm": True}
+    (source / "config.json").write_text(json.dumps({**config, "norm_before_gate": False}))
+    tokens, model = ids(), checkpoint.load(convert(source, tmp_path / "out"))
+    assert_close(model(tokens)[0], theirs(tokens).logits, TOLERANCE)
+    edit(source / "config.json", norm_before_gate=True)
+    before = checkpoint.load(convert(source, tmp_path / "before"))
+    mixer = before.blocks[0].mixer
+    assert [type(block.mixer.norm).__name__ for block in before.blocks] == ["NormBeforeGate"] * 2
+    y, z = torch.randn(2, 1, 3, 64)
+    normed = F.rms_norm(y.view(1, 3, 2, 32), (32,), eps=1e-4).flatten(-2) * mixer.norm.weight
+    assert_close(mixer.norm(y, z), normed * F.silu(z), TOLERANCE)
+    edit(source / "config.json", rmsnorm=False)
+    assert_raises(ValueError, "rms_norm", convert, source, tmp_path / "none")
 
 
 @cases(

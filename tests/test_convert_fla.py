@@ -36,8 +36,7 @@ def linear_shapes(c):
         shapes |= {f"attn.{n}_conv1d.weight": (own * dim, 1, 4) for n, (own, dim) in zip("qkv", parts, strict=True)}
     if gla:
         rows = math.prod(parts[1])
-        rank = c.get("gate_low_rank_dim", 16)
-        shapes |= {"attn.gk_proj.0.weight": (rank, HIDDEN), "attn.gk_proj.1.weight": (rows, rank)}
+        shapes |= {"attn.gk_proj.0.weight": (16, HIDDEN), "attn.gk_proj.1.weight": (rows, 16)}
         shapes |= {"attn.gk_proj.1.bias": (rows,)}
     else:
         decays = heads * parts[0][1] if kda else heads
@@ -171,7 +170,7 @@ def mix_linear(c, w, x, recur):
         g = F.logsigmoid(logits).unflatten(-1, (own, size)).repeat_interleave(heads // own, 2)
         if c["feature_map"] is not None:
             q, k = q.clip(0), k.clip(0)
-        o = recur(q, k, v, g / c.get("gate_logit_normalizer", 16))
+        o = recur(q, k, v, g / 16)
     else:
         q, k = (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
         if kind == "kda":
@@ -244,7 +243,7 @@ VARIANTS = [
     ("gla", {"num_kv_heads": 2, "use_short_conv": True, "expand_k": 1, "expand_v": 2}),
     ("gla", {"use_output_gate": False, "tie_word_embeddings": True}),
     ("gla", {"fuse_norm": False, "use_short_conv": True}),
-    ("gla", {"feature_map": "relu", "gate_logit_normalizer": 8, "gate_low_rank_dim": 6, "use_short_conv": True}),
+    ("gla", {"feature_map": "relu", "use_short_conv": True}),
     ("gated_deltanet", {}),
     ("gated_deltanet", {"num_v_heads": 6, "expand_v": 1.5}),
     ("gated_deltanet", {"use_gate": False, "tie_word_embeddings": True}),
@@ -310,9 +309,12 @@ def test_rwkv7s_first_version():
     ("gla", {"feature_map": "mish"}),
     ("gla", {"clamp_min": -1.0}),
     ("gla", {"elementwise_affine": False}),
-    ("gla", {"gate_logit_normalizer": -8}),
+    ("gla", {"gate_logit_normalizer": 8}),
+    ("gla", {"gate_low_rank_dim": 8}),
+    ("gla", {"attnres_block_size": 4}),
     ("gla", {"hidden_act": "gelu"}),
     ("gated_deltanet", {"use_short_conv": False}),
+    ("gated_deltanet", {"attnres_block_size": 1}),
     ("kda", {"safe_gate": True, "lower_bound": -5.0}),
     ("kda", {"new_gate": 1}),
     ("rwkv7", {"norm_bias": False}),

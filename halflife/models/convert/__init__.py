@@ -2,7 +2,7 @@
 
 | `model_type` | library | direction | in halflife |
 |---|---|---|---|
-| mamba2 | transformers | import, export | mixer "mamba2", no MLP |
+| mamba2 | transformers (also fla's, import) | import, export | mixer "mamba2", no MLP |
 | qwen3_5_text | transformers | import, export | mixer "gated_deltanet" and attention with gates, SwiGLU |
 | qwen3_5 | transformers | import of the text model | the same |
 | olmo_hybrid | transformers | import, export | mixer "gated_deltanet" and attention with norms after it, SwiGLU |

@@ -23,8 +23,7 @@ DEFAULTS = {
 }  # fmt: skip
 GLA = {
     **DEFAULTS, "num_hidden_layers": 24, "num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0,
-    "use_short_conv": False, "use_output_gate": True, "fuse_norm": True, "gate_logit_normalizer": 16,
-    "gate_low_rank_dim": 16,
+    "use_short_conv": False, "use_output_gate": True, "fuse_norm": True,
 }  # fmt: skip
 GATED_DELTANET = {
     **DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0,
@@ -36,16 +35,17 @@ KDA = {
 }  # fmt: skip
 NULLABLE = ("hidden_ratio",)
 
-# Allowed values of settings. `attn` would put softmax attention into some layers.
-FIXED = {"attn": (None,), "hidden_act": ("swish", "silu")}
+# Allowed values of settings. `attn` would put softmax attention into some layers, and `attnres_block_size` residuals
+# over blocks of layers.
+FIXED = {"attn": (None,), "hidden_act": ("swish", "silu"), "attnres_block_size": (None,)}
+RANK = 16  # of a GLA's decay
+# fla's models of GLA do not pass the last two on to their layers, whatever the config.json says.
 GLA_FIXED = {
     **FIXED, "feature_map": (None, "swish", *FEATURE_MAPS), "clamp_min": (None,), "elementwise_affine": (True,),
-    "use_gk": (True,), "use_gv": (False,),
+    "use_gk": (True,), "use_gv": (False,), "gate_logit_normalizer": (16,), "gate_low_rank_dim": (RANK,),
 }  # fmt: skip
 GATED_DELTANET_FIXED = {**FIXED, "use_short_conv": (True,)}
-KDA_FIXED = {
-    **GATED_DELTANET_FIXED, "safe_gate": (False,), "lower_bound": (None,), "attnres_block_size": (None,)
-}  # fmt: skip
+KDA_FIXED = {**GATED_DELTANET_FIXED, "safe_gate": (False,), "lower_bound": (None,)}
 # Settings that change speed, the loss, or initial values.
 SPEED = {
     "attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
@@ -60,19 +60,17 @@ def _gla(config: Config) -> Parsed:
         "num_heads": s.num_heads, "head_dim": key, "value_dim": value,
         "conv_size": s.conv_size if s.use_short_conv else 0, "gate": "swish" if s.use_output_gate else "none",
         **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
-        **({"decay_options": {"tau": float(tau)}} if (tau := s.gate_logit_normalizer) != 16 else {}),
-        **({"decay_rank": s.gate_low_rank_dim} if s.gate_low_rank_dim != 16 else {}),
     })  # fmt: skip
 
 
 def _gla_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
-    shared, rank, o = s.num_kv_heads or s.num_heads, s.gate_low_rank_dim, model.mixer_options
+    shared, o = s.num_kv_heads or s.num_heads, model.mixer_options
     norm = "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
     decays = heads(0, shared, o["head_dim"], s.num_heads // shared)
     return model_rules(model, [
         *qkv(s, model, s.num_heads, shared, shared),
         copy("decay_proj.down.weight", "gk_proj.0.weight"),
-        Rule("decay_proj.up.weight", (("gk_proj.1.weight", (shared * o["head_dim"], rank)),), decays),
+        Rule("decay_proj.up.weight", (("gk_proj.1.weight", (shared * o["head_dim"], RANK)),), decays),
         Rule("decay_proj.up.bias", (("gk_proj.1.bias", (shared * o["head_dim"],)),), decays),
         copy("gate.proj.weight", "g_proj.weight"),
         copy("gate.norm.weight" if s.use_output_gate else "gate.weight", f"{norm}.weight"),
@@ -88,9 +86,7 @@ def _describe_gla(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
         "expand_k": one.num_heads * one.head_dim / hidden, "expand_v": one.num_heads * one.value_dim / hidden,
         "use_short_conv": one.conv is not None, "conv_size": one.conv.size if one.conv else 4,
         "use_output_gate": hasattr(one.gate, "proj"), "feature_map": None if feature_map == "none" else feature_map,
-        "gate_logit_normalizer": int(getattr(one.decay, "tau", 16)), "fuse_norm": True,
-        "gate_low_rank_dim": len(one.decay_proj.down.weight), "attn": None, "hidden_act": "swish",
-        "norm_eps": model.config.norm_eps,
+        "fuse_norm": True, "attn": None, "hidden_act": "swish", "norm_eps": model.config.norm_eps,
     }  # fmt: skip
 
 

@@ -31,13 +31,12 @@ RETNET = {
     "hidden_ratio": 2.0, "use_output_gate": True, "fuse_norm": True,
 }  # fmt: skip
 
-WHOLE = {**FIXED, "attnres_block_size": (None,)}  # without residuals over blocks of layers
-CONVOLVED = {**WHOLE, "use_short_conv": (True,)}
+CONVOLVED = {**FIXED, "use_short_conv": (True,)}
 DELTA_NET_FIXED = {**CONVOLVED, "use_beta": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)}
 # fla's models of Comba and RetNet do not pass these settings on to their layers.
 COMBA_FIXED = {**CONVOLVED, "use_inner_decay": (True,), "use_output_correction": (True,)}
 RETNET_FIXED = {
-    **WHOLE, "use_short_conv": (False,), "feature_map": (None, "swish", *FEATURE_MAPS), "elementwise_affine": (True,),
+    **FIXED, "use_short_conv": (False,), "feature_map": (None, "swish", *FEATURE_MAPS), "elementwise_affine": (True,),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Conversion of transformers' Mamba-2, in both directions."""
+"""Conversion of transformers' Mamba-2, in both directions, and of fla's, which has the same kind and tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ DEFAULTS = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+# transformers' names of settings, by fla's.
+FLA_NAMES = {"norm_eps": "layer_norm_epsilon", "dt_limit": "time_step_limit", "rmsnorm": "rms_norm"}
 # Allowed values of settings. `norm_before_gate` is absent because transformers ignores it and Mamba-Codestral sets it.
+# So did fla while it had transformers' name `rms_norm`.
 FIXED = {
     "use_bias": (False,), "use_conv_bias": (True,), "rms_norm": (True,), "hidden_act": ("silu", "swish"),
 }  # fmt: skip
@@ -52,6 +55,8 @@ def _rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _parse(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
+    before = "rmsnorm" in config and config.get("norm_before_gate", False)
+    config = {FLA_NAMES.get(name, name): value for name, value in config.items()}
     s = settings(config, DEFAULTS, FIXED)
     if s.expand * s.hidden_size != s.num_heads * s.head_dim:
         raise ValueError(
@@ -63,6 +68,7 @@ def _parse(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
         "conv_size": s.conv_kernel, "norm_eps": s.layer_norm_epsilon,
     }  # fmt: skip
     options |= {"decay_options": limits} if (limits := step_limits(config.get("time_step_limit"))) else {}
+    options |= {"output_norm": "before_gate"} if before else {}
     return s, ModelConfig(
         name="mamba2", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers,
         mixer="mamba2", mixer_options=options, mlp="none", tie_embeddings=s.tie_word_embeddings,
