@@ -32,6 +32,7 @@ from halflife.extras import install
 from halflife.files import folder_lock
 from halflife.lab.experiments import train as language
 from halflife.lab.experiments.values import parse_count
+from halflife.layers import gate_statistics
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs import language_run, samples
 from halflife.runs.language_run import CorpusRun, MicroBatches
@@ -97,6 +98,17 @@ def test_rows_of_one_token_count_as_sixteen(corpus, monkeypatch):
     monkeypatch.setattr(language_run, "_join", lambda rows: counted.extend(rows) or rows[0])
     language_run._validation(corpus.split("validation"), config)(Objective(LanguageModel(config.model)))
     assert len(counted) == 10
+
+
+def test_a_validation_during_training_drops_and_counts_nothing(corpus):
+    config = tiny(corpus, "mamba2+gate_rank")
+    model = LanguageModel(dataclasses.replace(config.model, embedding_dropout=0.5))
+    validate = language_run._validation(corpus.split("validation"), config)
+    expected = validate(Objective(model.eval()))
+    objective = Objective(model.train())
+    assert [validate(objective) for _ in range(2)] == [expected] * 2
+    assert all(module.training for module in objective.modules())
+    assert not gate_statistics(model)
 
 
 def quiet(**options):

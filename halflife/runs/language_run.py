@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
+from halflife.evaluation import evaluating
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint
 from halflife.packing import Packing
@@ -258,6 +259,10 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
 
     @torch.no_grad()
     def validate(objective: nn.Module) -> float:
+        with evaluating(objective):  # training drops entries of embeddings, and counts GateRank's resets
+            return measure(objective)
+
+    def measure(objective: nn.Module) -> float:
         device = next(objective.parameters()).device
         losses, counts = [], []  # read after the last turn, so that the host waits once
         # Every process takes part in every turn: with FSDP, a forward pass needs the shards of all processes.
