@@ -54,11 +54,29 @@ TINY = [
     "arguments, sets",
     (["--set", "a=1", "--set", "b=2"], ("a=1", "b=2")),
     (["--set", "a=1", "b=2", "--quiet", "--set", "c=-3"], ("a=1", "b=2", "c=-3")),
+    (["--set=a=1", "--quiet", "--set=b=2", "--set", "c=3"], ("a=1", "b=2", "c=3")),
 )
 def test_repeated_options_add_up(arguments, sets):
     """Without that the first `--set` would be dropped without a word."""
     command = parse(["compare", "mamba2", "--lr", "0.1", *arguments, "--lr", "0.2"])
     assert (command.models, command.lr, command.job.set) == (("mamba2",), (0.1, 0.2), sets)
+
+
+def test_repeated_options_add_up_however_they_are_written():
+    command = parse(["compare", "x", "--data", "a", "--text=b", "--data=c", "--test_tasks", "d", "--test-tasks", "e"])
+    assert (command.settings.text, command.settings.test_tasks) == (("a", "b", "c"), ("d", "e"))
+
+
+@cases(
+    "arguments, message",
+    (["train", "mamba2", "--data", "x", "--gpus", "8"], "--gpus belongs to --dry-run"),
+    (["compare", "mamba2", "--gpus", "8"], "--gpus belongs to --dry-run"),
+    (["compare", "--resume", "x", "--gpus", "8"], "--gpus belongs to --dry-run"),
+)
+def test_an_option_that_nothing_would_read_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_a_warning_is_one_line_without_a_path(monkeypatch, capsys):

@@ -403,6 +403,7 @@ def test_workers_must_see_the_folder_and_ray_must_be_installed(tmp_path, monkeyp
     (["--on", "ray", "--gpus-per-run", "2"], "0 to 1 GPUs"),
     (["--gpus-per-run", "1"], "--on ray"),
     (["--worker-timeout", "60"], "--on ray"),
+    (["--on", "slurm", "--slurm", "time=1", "--worker-timeout", "60"], "--worker-timeout is for Ray"),
     (["--on", "ray", "--worker-timeout", "nan"], "at least 10 seconds"),
 )
 def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, message, tmp_path, monkeypatch, refused):

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from halflife import __version__, extensions
-from halflife.cli.groups import option_types, replace_options
+from halflife.cli.groups import replace_options
 from halflife.cli.options import check_device, one_line_errors, one_line_warnings, read_options, silence_stdout
 from halflife.extras import EXTRAS, install, missing, require
 from halflife.files import CONFIG_JSON
 from halflife.layers import LAYERS
-from halflife.registry import unknown
+from halflife.registry import constructor_parameters, plain_type, unknown
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
 
@@ -204,15 +204,18 @@ def _about(command: type) -> str:
 def _joined(arguments: list[str], command: type) -> list[str]:
     """Move the values of a repeated option with several values behind its first place: tyro would drop the first ones.
 
-    So `--set a=1 --set b=2` is `--set a=1 b=2`.
+    So `--set a=1 --set b=2` is `--set a=1 b=2`, and so is `--set=a=1 --set=b=2`.
     """
-    types = {f"--{name.replace('_', '-')}": kind for name, kind in option_types(command).items()}
-    several = {name for name, kind in types.items() if any(get_origin(x) is tuple for x in (kind, *get_args(kind)))}
+    several = _several(command)
     parts: list[list[str]] = [[]]
     for word in arguments:
-        if re.match("--?[a-z]", word):
-            parts.append([])
-        parts[-1].append(word)
+        name, equals, value = word.partition("=")
+        if option := several.get(name.replace("_", "-")):
+            parts.append([option, *([value] if equals else [])])
+        elif re.match("--?[a-z]", word):
+            parts.append([word])
+        else:
+            parts[-1].append(word)
     first: dict[str, list[str]] = {}
     for part in parts[1:]:
         if part[0] in several and part[0] in first:
@@ -221,6 +224,18 @@ def _joined(arguments: list[str], command: type) -> list[str]:
         else:
             first.setdefault(part[0], part)
     return [word for part in parts for word in part]
+
+
+def _several(command: type) -> dict[str, str]:
+    """The options with several values: each way to write it → its first one."""
+    found: dict[str, str] = {}
+    for name, one in constructor_parameters(command).items():
+        kind, notes = plain_type(one.annotation), getattr(one.annotation, "__metadata__", ())
+        if any(get_origin(x) is tuple for x in (kind, *get_args(kind))):
+            option = f"--{name.replace('_', '-')}"
+            aliases = (alias for note in notes for alias in getattr(note, "aliases", None) or ())
+            found |= dict.fromkeys((option, *aliases), option)
+    return found
 
 
 def command_class(name: str) -> type:

@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from halflife.cli.groups import Execution, Job, options_of
-from halflife.cli.options import EXIT_PARTLY_FAILED, check_resume, resumable, say, take_overrides
+from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, resumable, say, take_overrides
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Compare:
         tracking = track_options(place.track)
         execution = ExecutionConfig(micro_batch_size=rows_held, recompute=place.recompute, **tracking)
         runner = self._runner()
-        check_resume(self, CONFIG_JSON, "only_seeds", *EXTENSION, *options_of(place))
+        check_job(self, CONFIG_JSON, "only_seeds", *EXTENSION, *options_of(place))
         if self.job.resume is not None:
             folder = self.job.resume
             self._extend(folder)
@@ -204,6 +204,8 @@ class Compare:
 
         place = self.place
         if place.on == "slurm":
+            if place.worker_timeout is not None:
+                raise ValueError("--worker-timeout is for Ray; a job of Slurm ends with its time limit")
             return SlurmRunner(place.slurm, 1 if place.cpus_per_run is None else place.cpus_per_run, place.gpus_per_run)
         if place.slurm:
             raise ValueError("--slurm has the options of --on slurm; give both, or neither")

@@ -79,21 +79,23 @@ def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Comman
     return replace_options(command, own), {name: value for name, value in overrides.items() if name not in options}
 
 
-def check_resume(command: Any, name: str, *allowed: str) -> None:
-    """Check a command with or without --resume, and sign the file `name` of the folder where --trust-data asks for it.
+def check_job(command: Any, name: str, *allowed: str) -> None:
+    """Check the job of a command, and sign the file `name` of the folder where --trust-data asks for it.
 
     The options `allowed` may be given with --resume, beside those that confirm the origin or print less. Others are a
     ValueError, because a resumed job has its settings.
     """
     from halflife.data.trust import confirm
 
-    job = command.job
+    job, options = command.job, options_of(command)
+    if options["gpus"] is not None and not job.dry_run:
+        raise ValueError("--gpus belongs to --dry-run, which says what each of them would need")
     if job.resume is None:
         if job.trust_data:
             raise ValueError("--trust-data belongs to --resume, whose folder somebody else may have written")
         return
     allowed, defaults = ("resume", "trust_data", "quiet", *allowed), options_of(type(command)())
-    if given := [k for k, value in options_of(command).items() if k not in allowed and value != defaults[k]]:
+    if given := [k for k, value in options.items() if k not in allowed and value != defaults[k]]:
         raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(given)}")
     if job.trust_data:
         confirm(job.resume / name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from halflife.cli.groups import Execution, Job, options_of
-from halflife.cli.options import EXIT_PARTLY_FAILED, check_resume, new_folder, resumable, say, take_overrides
+from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, new_folder, resumable, say, take_overrides
 from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Train:
         tracking = track_options(own.track)
         chosen = {} if self.job.dry_run else {name: getattr(own, name) for name in names}  # without torchrun, too
         execution = ExecutionConfig(**chosen, show=show, **tracking)
-        check_resume(self, RUN_JSON, *options_of(own))
+        check_job(self, RUN_JSON, *options_of(own))
         if self.job.resume is not None:
             folder, config = self.job.resume, language.load_config(self.job.resume)
         else:
