@@ -11,7 +11,7 @@ from tiny_runs import tiny
 
 from halflife import LanguageModel, extensions, preset
 from halflife.cli import main
-from halflife.cli.options import resumable
+from halflife.cli.options import resumable, to_type
 from halflife.decay import DECAYS
 from halflife.files import read_json, write_json
 from halflife.lab.experiments.compare import Comparison, create_comparison
@@ -67,7 +67,7 @@ def test_the_command_that_resumes_names_the_extension(module, capsys, tmp_path):
     extensions.add(module)
     begun = tmp_path / "run.json"
     begun.touch()
-    with pytest.raises(SystemExit), resumable("halflife train --resume x", begun):
+    with pytest.raises(SystemExit), resumable(to_type("train", "--resume", "x"), begun):
         raise KeyboardInterrupt
     assert f"resume with: halflife --import {module} train --resume x" in capsys.readouterr().err
 

@@ -320,6 +320,24 @@ def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, mon
     assert "resume with: halflife train --resume out" in capsys.readouterr().err
 
 
+def test_a_hint_to_resume_repeats_how_the_run_was_done(place, monkeypatch, capsys):
+    """A run with --fsdp cannot be resumed without it, or without torchrun."""
+    from halflife.lab.experiments import train
+
+    def interrupt(config, folder, **_):
+        (folder / "run.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    (place / "out").mkdir()
+    monkeypatch.setattr(train, "run_language", interrupt)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert command("train", *TRAIN, "--fsdp", "--recompute", "norms", "op", "--prompts", "a b") == 130
+    hint = "torchrun --nproc-per-node 1 -m halflife.cli train --resume out --recompute norms op --fsdp --prompts 'a b'"
+    assert f"resume with: {hint}\n" in capsys.readouterr().err
+
+
 def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, refused):
     checkpoint.save(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)), "model")
     monkeypatch.setattr("halflife.evaluation.harness.evaluate", pytest.fail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import tyro
 from tyro.conf import Positional
 
-from halflife.cli.groups import Execution, Job, options_of
-from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, resumable, say, take_overrides
+from halflife.cli.groups import Execution, Job, as_typed, options_of
+from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, resumable, say, take_overrides, to_type
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ class Compare:
         if not quiet and (trial := comparison.try_runs(folder, seeds, rows_held)):
             say(describe_trial(trial, here=place.on in ("local", "ray")))
         failed: Mapping[str, str] = {}
-        command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
+        share = ["--only-seeds", *map(str, self.only_seeds)] if self.only_seeds else []
+        command = to_type("compare", "--resume", str(folder), *share, *as_typed(place))
         with resumable(command, folder / CONFIG_JSON):
             try:
                 rows = compare.run_comparison(
@@ -190,7 +191,7 @@ class Compare:
             show(*comparison_tables(rows))
             say(recall_sketch(rows))
         for model, (rate, end, further) in rates_at_ends(rows).items():
-            command = shlex.join(["halflife", "compare", model, "--resume", str(folder), "--lr", f"{further:g}"])
+            command = to_type("compare", model, "--resume", str(folder), "--lr", f"{further:g}")
             say(f"{model} is best at the {end} learning rate that it tried, {rate:g}; try one beyond it: {command}")
         if rows:
             say(f"report: {folder / REPORT_HTML}")
@@ -277,15 +278,6 @@ class Compare:
             "seeds": self.seeds, "tune_seeds": self.tune_seeds, "learning_rates": command.lr or None,
             "settings": settings, "overrides": overrides,
         }  # fmt: skip
-
-    def _place(self) -> Iterator[str]:
-        """The options that say where and how the runs are done, as they were typed."""
-        defaults = options_of(Place())
-        for name, value in options_of(self.place).items():
-            if value != defaults[name]:
-                yield f"--{name.replace('_', '-')}"
-                if value is not True:
-                    yield from map(str, value if isinstance(value, tuple) else (value,))
 
 
 def _next_commands(folder: Path) -> str:

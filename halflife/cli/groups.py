@@ -6,7 +6,7 @@ tyro shows the options of a group without a prefix.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +65,16 @@ def options_of(command: Any) -> dict[str, Any]:
         value = getattr(command, field.name)
         options |= options_of(value) if dataclasses.is_dataclass(value) else {field.name: value}
     return options
+
+
+def as_typed(group: Any) -> Iterator[str]:
+    """The options of a group that are not its defaults, as words of a command line."""
+    defaults = options_of(type(group)())
+    for name, value in options_of(group).items():
+        if value != defaults[name]:
+            yield f"--{name.replace('_', '-')}"
+            if value is not True:
+                yield from map(str, value if isinstance(value, tuple) else (value,))
 
 
 def option_types(command: type) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import sys
 import time
 import warnings
@@ -101,6 +102,13 @@ def check_job(command: Any, name: str, *allowed: str) -> None:
         confirm(job.resume / name)
 
 
+def to_type(*words: str) -> str:
+    """The words after `halflife` as a line to type, with the extensions and the launcher of this command."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE")  # which torchrun sets
+    start = ["halflife"] if processes is None else ["torchrun", "--nproc-per-node", processes, "-m", "halflife.cli"]
+    return shlex.join([*start, *(word for name in extensions.names() for word in ("--import", name)), *words])
+
+
 @contextmanager
 def resumable(command: str, begun: Path) -> Iterator[None]:
     """End an interrupted job (Ctrl-C, or a signal on which it saves) with a message that shows `command`, to resume it.
@@ -109,8 +117,6 @@ def resumable(command: str, begun: Path) -> Iterator[None]:
     """
     from halflife.training.fit import StoppedBySignal
 
-    for name in extensions.names():
-        command = command.replace("halflife ", f"halflife --import {name} ", 1)
     try:
         yield
     except StoppedBySignal as stopped:

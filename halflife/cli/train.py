@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from halflife.cli.groups import Execution, Job, options_of
-from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, new_folder, resumable, say, take_overrides
+from halflife.cli.groups import Execution, Job, as_typed, options_of
+from halflife.cli.options import (
+    EXIT_PARTLY_FAILED,
+    check_job,
+    new_folder,
+    resumable,
+    say,
+    take_overrides,
+    to_type,
+)
 from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
@@ -182,7 +190,7 @@ class Train:
             say(f"writing to {folder}")
             if show and not (folder / RESULT_JSON).exists() and (trial := _try(config, rows)):
                 say(describe_trial(trial))
-        with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
+        with resumable(to_type("train", "--resume", str(folder), *as_typed(own)), folder / RUN_JSON):
             result = language.run_language(
                 config, folder, execution=execution, samples=own.prompts,
                 command=shlex.join(["halflife", *sys.argv[1:]]),
