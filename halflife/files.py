@@ -268,11 +268,22 @@ def check_new_folder(folder: Path) -> None:
         raise FileExistsError(f"{folder.absolute()} is not empty; choose another folder")
 
 
-def check_writable(folder: Path) -> None:
-    """Make a folder, and check that files can be made in it, before hours of work. The OSError names the folder."""
-    with atomic_path(folder / ".writable"):
-        pass
-    (folder / ".writable").unlink()
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Check that files can be made in a folder before the work of hours inside this block. The OSError names it.
+
+    The folder is made, and removed at the end if it is still empty.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with atomic_path(folder / ".writable"):
+            pass
+        (folder / ".writable").unlink()
+        yield
+    finally:
+        for path in made:
+            with suppress(OSError):  # it has content
+                path.rmdir()
 
 
 @contextmanager

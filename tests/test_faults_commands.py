@@ -17,7 +17,7 @@ from halflife.cli import main
 from halflife.cli.options import resumable
 from halflife.data import store
 from halflife.data.documents import find
-from halflife.files import write_text
+from halflife.files import writable, write_text
 from halflife.lab.experiments import compare as comparison
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs import sweep
@@ -338,11 +338,29 @@ def test_a_hint_to_resume_repeats_how_the_run_was_done(place, monkeypatch, capsy
     assert f"resume with: {hint}\n" in capsys.readouterr().err
 
 
-def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, refused):
+@cases(
+    "work, arguments",
+    ("halflife.evaluation.harness.evaluate", ["eval", "model", "--tasks", "piqa"]),
+    ("halflife.analysis.survey.measure_models", ["spectrum", "model"]),
+    ("halflife.analysis.forecast.survey.measure_forecasts", ["forecast", "model"]),
+    ("halflife.analysis.diagnosis.diagnose", ["diagnose", "model"]),
+    ("halflife.evaluation.throughput.measure_steps", ["throughput"]),
+    ("halflife.data.tokenizers.train_tokenizer", ["tokenizer", "text"]),
+)
+def test_work_whose_result_could_not_be_written_does_not_begin(work, arguments, place, monkeypatch, refused):
     checkpoint.save(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)), "model")
-    monkeypatch.setattr("halflife.evaluation.harness.evaluate", pytest.fail)
-    arguments = ["eval", "model", "--tasks", "piqa", "--output"]
-    assert "a file stands where a folder is needed" in refused(*arguments, "text/0.txt/a")
+    monkeypatch.setattr(work, pytest.fail)
+    assert "a file stands where a folder is needed" in refused(*arguments, "--output", "text/0.txt/a")
+
+
+def test_a_folder_without_results_is_removed(tmp_path):
+    (tmp_path / "there").mkdir()
+    for folder in ("there", "new/below"):
+        with pytest.raises(KeyError), writable(tmp_path / folder):
+            raise KeyError
+    with writable(tmp_path / "full"):
+        (tmp_path / "full" / "x").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "full"}
 
 
 @cases(

@@ -13,7 +13,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from halflife.cli.options import default_device
-from halflife.files import check_writable
+from halflife.files import writable
 
 HARNESS_OPTIONS = ("include", "limit", "num_fewshot", "max_length")
 HARNESS_RESULTS = ("config", "versions", "n-shot", "n-samples", "truncated", "lm_eval_version")
@@ -78,29 +78,25 @@ class Eval:
         model = load_model(self.checkpoint).to(device).eval()
         tokenizer = load_tokenizer(self.checkpoint, model.config.vocab_size)
         output = self.output or self.checkpoint / "eval" / time.strftime("%Y%m%d-%H%M%S")
-        check_writable(output)  # an evaluation of hours must be able to write its results
         settings = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
         settings["text"] = [str(file) for file in self.text]
         result: dict[str, Any] = {
             "settings": settings, "versions": versions(), "model": model.config.name,
             "parameters": model.num_parameters(), "rows": [],
         }  # fmt: skip
-        try:
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+        with writable(output):
+            try:
                 # The result is written after each part, so that a failure of a later part does not lose an earlier one.
-                if self.text:
-                    self._add_text(result, model, tokenizer)
-                    write_evaluation(result, output)
-                if tasks:
-                    self._add_harness(result, model, tokenizer, tasks)
-                    write_evaluation(result, output)
-        finally:
-            if result["rows"]:
-                print(evaluation_table(result["rows"]).terminal())  # also if they could not be written
-            elif not any(output.iterdir()):
-                output.rmdir()
-                if self.output is None and not any(output.parent.iterdir()):
-                    output.parent.rmdir()
+                with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+                    if self.text:
+                        self._add_text(result, model, tokenizer)
+                        write_evaluation(result, output)
+                    if tasks:
+                        self._add_harness(result, model, tokenizer, tasks)
+                        write_evaluation(result, output)
+            finally:
+                if result["rows"]:
+                    print(evaluation_table(result["rows"]).terminal())  # also if they could not be written
         if truncated := result.get("harness", {}).get("truncated"):
             print(f"{truncated} texts were longer than {self.max_length} tokens and have lost their beginning")
         print(f"written to {output}: {', '.join(sorted(file.name for file in output.iterdir()))}")

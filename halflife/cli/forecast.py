@@ -66,6 +66,7 @@ class Forecast:
         from halflife.analysis.forecast.survey import measure_forecasts
         from halflife.cli.options import default_device
         from halflife.cli.spectrum import default_output
+        from halflife.files import writable
         from halflife.report.figures.forecast import forecast_figures
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.tables.forecast import print_forecasts, write_forecasts
@@ -77,12 +78,13 @@ class Forecast:
                 f"window; got window {self.window}, text_window {self.text_window}, beginning {self.beginning}, "
                 f"examples {self.examples}, longest {self.longest}"
             )
-        result = measure_forecasts(
-            self.folders, self.text, longest=self.longest, window=self.window, examples=self.examples, seed=self.seed,
-            pairs=self.pairs, length=self.length, beginning=self.beginning, text_window=self.text_window,
-            show=not self.quiet, device=default_device(self.device),
-        ).to_dict()  # fmt: skip
         output = self.output or default_output(self.folders[0], "forecast")
+        with writable(output):
+            result = measure_forecasts(
+                self.folders, self.text, longest=self.longest, window=self.window, examples=self.examples,
+                seed=self.seed, pairs=self.pairs, length=self.length, beginning=self.beginning,
+                text_window=self.text_window, show=not self.quiet, device=default_device(self.device),
+            ).to_dict()  # fmt: skip
         files = write_forecasts(result, output)
         for figure in forecast_figures(result):
             files += save(figure, output)

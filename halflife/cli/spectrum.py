@@ -60,7 +60,7 @@ class Spectrum:
         from halflife.analysis.survey import measure_models
         from halflife.analysis.tables import write_tables
         from halflife.cli.options import default_device
-        from halflife.files import finite
+        from halflife.files import finite, writable
         from halflife.report.figures.decays import decays
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.operators import operators
@@ -70,11 +70,12 @@ class Spectrum:
         from halflife.report.tables.operators import operator_tables, operators_of, write_data
         from halflife.report.tables.spectrum import spectrum_tables
 
-        result = measure_models(
-            self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
-            tokenizer=self.tokenizer, show=not self.quiet, device=default_device(self.device),
-        ).to_dict()  # fmt: skip
         output = self.output or default_output(self.folders[0], "spectrum")
+        with writable(output):
+            result = measure_models(
+                self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
+                tokenizer=self.tokenizer, show=not self.quiet, device=default_device(self.device),
+            ).to_dict()  # fmt: skip
         show(*spectrum_tables(result, heads=self.heads))
         files = write_tables(result, output)
         if self.text:

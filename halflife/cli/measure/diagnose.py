@@ -47,7 +47,7 @@ class Diagnose:
         from halflife.analysis.tables import write_tables
         from halflife.cli.options import default_device
         from halflife.cli.spectrum import default_output
-        from halflife.files import write_text
+        from halflife.files import writable, write_text
         from halflife.report.page.model_spectrum import write_spectrum_page
         from halflife.report.tables import diagnosis
         from halflife.report.tables.forecast import write_forecasts
@@ -55,10 +55,11 @@ class Diagnose:
         device = default_device(self.device)
         allowed = what_is_allowed(self.folders, device)
         print("\n".join(diagnosis.allowed_lines(allowed)), flush=True)
-        found = diagnose(
-            self.folders, self.text, longest=self.longest, length=self.length, device=device, show=not self.quiet
-        )
         output = self.output or default_output(self.folders[0], "diagnosis")
+        with writable(output):
+            found = diagnose(
+                self.folders, self.text, longest=self.longest, length=self.length, device=device, show=not self.quiet
+            )
         pages, seen = self._look(output, device)
         findings = [*diagnosis.findings(allowed, found), *seen]
         print("\n".join(["", *findings]))

@@ -52,6 +52,7 @@ class Throughput:
     def run(self) -> None:
         from halflife.cli.options import default_device, new_folder, say
         from halflife.evaluation.throughput import measure_steps
+        from halflife.files import writable
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import step_times
         from halflife.report.table import show
@@ -62,12 +63,13 @@ class Throughput:
         if device == "cpu":
             keep_freed_memory()  # as `halflife train` does
         say(f"timing steps of {', '.join(self.models)} on {device}, in turns")
-        result = measure_steps(
-            self.models, self.lengths, tokens=self.tokens, hidden_size=self.hidden_size, num_layers=self.num_layers,
-            num_heads=self.num_heads, vocab_size=self.vocab_size, device=device, bf16=self.bf16,
-            rounds=self.rounds, seconds=self.seconds, forward=self.forward,
-        )  # fmt: skip
-        show(*throughput_tables(result))
         output = self.output or new_folder("throughput")
+        with writable(output):
+            result = measure_steps(
+                self.models, self.lengths, tokens=self.tokens, hidden_size=self.hidden_size, num_layers=self.num_layers,
+                num_heads=self.num_heads, vocab_size=self.vocab_size, device=device, bf16=self.bf16,
+                rounds=self.rounds, seconds=self.seconds, forward=self.forward,
+            )  # fmt: skip
+        show(*throughput_tables(result))
         files = [*write_throughput(result, output), *save(step_times(result), output)]
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -36,13 +36,13 @@ class Tokenizer:
     def run(self) -> None:
         from halflife.data.documents import documents
         from halflife.data.tokenizers import train_tokenizer
-        from halflife.files import check_writable
+        from halflife.files import writable
 
         if self.output.is_dir() and any(self.output.iterdir()):
             raise FileExistsError(f"{self.output} is not empty; choose another --output")
-        tokenizer = train_tokenizer(self.texts, self.kind, self.vocab_size, self.field)
-        check_writable(self.output)
-        tokenizer.save(self.output)
+        with writable(self.output):
+            tokenizer = train_tokenizer(self.texts, self.kind, self.vocab_size, self.field)
+            tokenizer.save(self.output)
         sample = next(documents(self.texts, self.field))[:100_000]
         length = len(sample) / max(1, len(tokenizer.encode(sample)))
         print(f"{tokenizer.vocab_size:,} tokens; one holds {length:.2f} bytes of the first text")
