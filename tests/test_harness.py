@@ -483,6 +483,23 @@ def test_special_tokens_are_those_of_the_harness_own_models(special):
     assert ours.chat_template(True) == theirs.chat_template(True) == CHAT
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_special_token_in_until_ends_a_text():
+    """As the end of a turn in a chat, which `decode` leaves out."""
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = build("mamba2", vocab_size=98), with_bos()
+    asked = requests("generate_until", *((text, {"until": ["<|turn|>"], "max_gen_toks": 12}) for text in ("cat", "a")))
+    ours = harness.harness_model(model, HuggingFaceTokenizer(tokenizer, "letters"))
+    token = tokenizer.convert_tokens_to_ids(ours.generate_until(asked)[0][3])
+    weight = model.embedding.weight.data
+    weight[[2, token]] = weight[[token, 2]]  # so that the text has a turn where it had this character
+    theirs = HFLM(HalflifeForCausalLM.of(model), tokenizer=tokenizer, max_length=4096, batch_size=1)
+    texts = ours.generate_until(asked)
+    assert texts == theirs.generate_until(asked)
+    assert len(texts[0]) < 12
+
+
 def test_a_chat_needs_a_template():
     model = harness.harness_model(build("mamba2", vocab_size=256), ByteTokenizer())
     assert_raises(ValueError, "'bytes' has no chat template", model.apply_chat_template, [])

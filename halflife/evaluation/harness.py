@@ -162,12 +162,14 @@ class Adapter:
         until, limit, sampled = [s for s in asked.pop("until") if s], asked.pop("max_gen_toks"), asked.pop("do_sample")
         if others := {k: v for k, v in asked.items() if k not in SETTINGS and (k, v) != ("num_beams", 1)}:
             raise ValueError(f"a task asks for {others}; texts are drawn with {', '.join(SETTINGS)} alone")
+        special = {} if self.tokenizer is None else self.tokenizer.get_added_vocab()  # which are no part of a text
+        ends = {self.text.eos, *(special[stop] for stop in until if stop in special)}
         # A character has at most four tokens, so the last tokens are enough to find a string of `until`.
         tail = 4 * max(map(len, until), default=0) + 4
 
         def done(tokens: list[int]) -> bool:
             text = self.text.decode(tokens[-tail:]) if until else ""
-            return tokens[-1] == self.text.eos or any(stop in text for stop in until)
+            return tokens[-1] in ends or any(stop in text for stop in until)
 
         prompts = [self._truncate(prompt, limit) for prompt in prompts]
         written = generate(
@@ -176,7 +178,7 @@ class Adapter:
             temperature=float(asked.get("temperature", 1.0)) if sampled else 0.0,
             top_k=asked.get("top_k") or None, top_p=asked.get("top_p"),
         )  # fmt: skip
-        texts = [self.text.decode(tokens[:-1] if tokens[-1:] == [self.text.eos] else tokens) for tokens in written]
+        texts = [self.text.decode(tokens[:-1] if ends.intersection(tokens[-1:]) else tokens) for tokens in written]
         return [text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=None)] for text in texts]
 
     def _truncate(self, context: list[int], more: int) -> list[int]:
