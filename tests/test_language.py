@@ -149,6 +149,8 @@ def test_the_loss_is_of_the_labels_and_adds_up_over_micro_batches(corpus):
     scored = whole["labels"] != -100
     by_hand = -logits.log_softmax(-1)[scored].gather(1, whole["labels"][scored].unsqueeze(1)).mean()
     torch.testing.assert_close(by_hand, expected)
+    without = {**whole, "labels": torch.full_like(whole["labels"], -100)}  # as of documents of a token each
+    assert objective(**without, num_items_in_batch=torch.tensor(0))["loss"] == 0
 
 
 def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):

@@ -77,6 +77,15 @@ def test_errors(use, message):
     assert_raises(ValueError, message, use, Session(build("mamba2")))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.uint16, torch.uint32])
+def test_tokens_may_have_any_dtype_of_integers(dtype):
+    """As those of a corpus on disk, which are as small as its vocabulary allows."""
+    model = build("mamba2")
+    logits = [Session(model).feed(ids).next_logits for ids in ([3, 1, 2], torch.tensor([3, 1, 2], dtype=dtype))]
+    assert torch.equal(*logits)
+    assert_raises(ValueError, "between 0 and 30; got 1 to 31", Session(model).feed, torch.tensor([1, 31], dtype=dtype))
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (None, 0.6), (5, 0.5), (1, None), (99, 1.0)])
 def test_probabilities_are_those_of_transformers(top_k, top_p):
     logits = 2 * torch.randn(31)

@@ -148,7 +148,7 @@ def test_a_trained_tokenizer_writes_every_text(kind, tmp_path, capsys):
     assert f"halflife train mamba2 --data {tmp_path}/a.txt --tokenizer {tmp_path}/out" in said
     tokenizer = load_tokenizer(tmp_path / "out")
     assert tokenizer.decode([tokenizer.eos]) == ""
-    for text in (TEXT, "<|endoftext|> 漢字\n\n  a\t", " a ", ""):
+    for text in (TEXT, "<|endoftext|> 漢字\n\n  a\t", " a ", "a▁b ▁", "a\r\n", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert f"{tokenizer.vocab_size:,} tokens" in said
     assert BYTES < tokenizer.vocab_size <= 300

@@ -221,8 +221,9 @@ def train_tokenizer(sources: Sequence[str | Path], kind: str, vocab_size: int, f
         rust.decoder, special = decoders.ByteLevel(), []
     else:
         rust, start = Rust(models.BPE(byte_fallback=True)), []
-        rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-        rust.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
+        # Not Llama's Metaspace, which writes "▁" for a space, and then reads every "▁" as one.
+        rust.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+        rust.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         special = [f"<0x{byte:02X}>" for byte in range(BYTE_VOCABULARY)]
     room = {"vocab_size": vocab_size, "special_tokens": [END, *special], "initial_alphabet": start}
     characters = max(BYTE_VOCABULARY, vocab_size // 2)

@@ -150,9 +150,10 @@ class Session:
         if isinstance(tokens, Tensor) and tokens.is_meta:
             raise ValueError("tokens are on the meta device, which has no values")
         ids = torch.as_tensor(tokens).cpu()
-        ids = ids.long() if not ids.numel() else ids
-        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        wrong = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+        if ids.ndim != 1 or (wrong and ids.numel()):
             raise ValueError(f"tokens must be integers [T]; got {ids.dtype} {tuple(ids.shape)}")
+        ids = ids.long()  # uint16, as in a corpus on disk, has no minimum
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             raise ValueError(f"tokens must lie between 0 and {size - 1}; got {int(ids.min())} to {int(ids.max())}")
         return ids

@@ -87,8 +87,10 @@ class Objective(nn.Module):
             self.carried.after(carried, after)
         head, backend = self.model.head_or_weight, self.model.pass_backend
         loss = mean_loss(hidden.flatten(0, 1), head, labels.flatten(), backend)
-        scored = (labels != IGNORED).sum()
-        return {"loss": loss if num_items_in_batch is None else loss * (scored / num_items_in_batch)}
+        if num_items_in_batch is None:
+            return {"loss": loss}
+        of_all = (labels != IGNORED).sum() / torch.as_tensor(num_items_in_batch).clamp_min(1)  # of none is no share
+        return {"loss": loss * of_all}
 
     def _loss_of_long_rows(self, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The mean loss, one piece of the rows after the other where the model can read pieces."""
