@@ -14,6 +14,7 @@ from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON, standard_library
 from halflife.lab.experiments import EXPERIMENTS, compare, decay_design
 from halflife.lab.experiments.decay_findings import FINDINGS, finding_sentences, findings_table, verdict
+from halflife.lab.experiments.language_models.base import loss_table
 from halflife.models import checkpoint
 from halflife.models.timescales import timescales
 from halflife.runs.one import run_one
@@ -190,6 +191,19 @@ def test_findings_compare_forms_that_were_run():
     assert finding_sentences(results) == [
         "The finding “vector decay is better than scalar” holds here in 1 of 2 comparisons."
     ]
+
+
+def test_the_table_of_losses_tells_a_seed_that_diverged():
+    def row(model, seed, loss):
+        run = {"model": model, "seed": seed, "loss": loss, "selected": True}
+        return {**run, "parameters": 1234, "tokens_per_second": 100 if loss == loss else math.nan}
+
+    found = {"whole": (1.2, 1.3, 1.4), "part": (1.0, math.nan, 1.5), "none": (math.nan,)}
+    rows = [row(model, seed, loss) for model, runs in found.items() for seed, loss in enumerate(runs)]
+    table = loss_table(rows, {"whole": 2.5, "part": None, "none": None})
+    assert "| whole | 1,234 | 100 | 1.2000, 1.3000, 1.4000 | 1.3000 [1.2000, 1.4000] | 2.500 |" in table
+    assert "| part | 1,234 | 100 | 1.0000, diverged, 1.5000 | 1.2500 (2 of 3 seeds) | – |" in table
+    assert "| none | 1,234 | – | diverged | – (0 of 1 seeds) | – |" in table
 
 
 OPTIONS = ("steps", "save_every", "hidden_size", "num_layers", "num_heads", "train_length", "batch_size")

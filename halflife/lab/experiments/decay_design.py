@@ -22,7 +22,7 @@ from halflife.lab.experiments.language_models.base import (
     loss_table,
     results_by_seed,
 )
-from halflife.report.markdown import Rows
+from halflife.report.markdown import Rows, models
 
 # The variants that the findings compare. The rest of the grid repeats the comparisons with other decays.
 CORE = (
@@ -80,11 +80,11 @@ class DecayDesign(LanguageExperiment):
 
     def summary(self, folder: Path, rows: Rows) -> str:
         settings, results = self.saved_settings(folder), results_by_seed(rows)
-        papers = self.papers(settings, list(results))
+        papers = self.papers(settings, models(rows))
         return "\n\n".join(filter(None, [
             describe(settings), "## Loss",
             "Test loss in nats per byte; the paper's is nats per token, 160M parameters (Tables 6, 8, 9).",
-            loss_table(results, papers), "## Findings", findings_table(results, papers),
+            loss_table(rows, papers), "## Findings", findings_table(results, papers),
             decay_regression.report(folder, rows, self.decays),
         ])) + "\n"  # fmt: skip
 

@@ -63,8 +63,9 @@ def findings_table(results: Results, papers: Papers) -> str:
         if (differences := _differences(own := _in_form(pair, results), results))
     ], left=["finding", "first, second", "difference here", "holds here", "in the paper"])  # fmt: skip
     return (
-        "The difference is the loss of the second variant minus the loss of the first, by seed. An order holds if "
-        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL_NATS} nats.\n\n"
+        "The difference is the loss of the second variant minus the loss of the first, by seed; seeds that diverged do "
+        "not count. An order holds if every seed has the right sign. "
+        f"An equality holds if the mean is within ±{EQUAL_NATS} nats.\n\n"
         f"{table.markdown()}"
     )
 

@@ -17,7 +17,7 @@ from halflife.files import write_json
 from halflife.lab.experiments.base import Experiment, ExperimentSettings
 from halflife.models import SIZES, ModelConfig, preset
 from halflife.report.intervals import with_interval
-from halflife.report.markdown import Rows
+from halflife.report.markdown import Rows, models
 from halflife.report.table import Table
 from halflife.report.tables.lengths import length_table
 from halflife.runs.folder import RESULTS_JSON
@@ -151,8 +151,8 @@ class LanguageExperiment(Experiment):
         return []
 
     def summary(self, folder: Path, rows: Rows) -> str:
-        settings, results = self.saved_settings(folder), results_by_seed(rows)
-        text = f"{describe(settings)}\n\n{loss_table(results, self.papers(settings, list(results)))}\n"
+        settings = self.saved_settings(folder)
+        text = f"{describe(settings)}\n\n{loss_table(rows, self.papers(settings, models(rows)))}\n"
         if by_length := length_table(read_comparison(folder)):
             text += f"\n{by_length}\n"
         if self.zero_shot:
@@ -177,15 +177,18 @@ def results_by_seed(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
     return results
 
 
-def loss_table(results: Mapping[str, Mapping[str, Mapping[str, Any]]], papers: Mapping[str, float | None]) -> str:
-    """The table of losses in Markdown: a row for each model of `results_by_seed`, with the loss in the paper."""
+def loss_table(rows: Rows, papers: Mapping[str, float | None]) -> str:
+    """The table of losses in Markdown: a row for each model with its seeds, and with the loss in the paper."""
     table = []
-    for name, seeds in results.items():
-        runs, paper = list(seeds.values()), papers[name]
-        losses = [run["test"] for run in runs]
+    for name in models(rows):
+        runs, paper = {row["seed"]: row for row in rows if row["selected"] and row["model"] == name}, papers[name]
+        whole = [run for run in runs.values() if not math.isnan(run["loss"])]
+        mean = with_interval([run["loss"] for run in whole], 4) if whole else "–"
         table.append([
-            name, f"{runs[0]['parameters']:,}", f"{fmean(run['tokens_per_second'] for run in runs):,.0f}",
-            ", ".join(f"{loss:.4f}" for loss in losses), with_interval(losses, 4),
+            name, f"{next(iter(runs.values()))['parameters']:,}",
+            f"{fmean(run['tokens_per_second'] for run in whole):,.0f}" if whole else "–",
+            ", ".join("diverged" if math.isnan(run["loss"]) else f"{run['loss']:.4f}" for run in runs.values()),
+            mean if len(whole) == len(runs) else f"{mean} ({len(whole)} of {len(runs)} seeds)",
             "–" if paper is None else f"{paper:.3f}",
         ])  # fmt: skip
     return Table(["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"], table).markdown()
