@@ -418,6 +418,8 @@ def test_perplexity_by_length(tmp_path):
     whole, last = length_by_model(run).panels
     assert {series.y[0] for series in whole.series} == {4.0}
     assert [series.y[0] for series in last.series] == [4.0, 5.0, 6.0, 5.0]
+    trainings[2].lengths.clear()  # it diverged
+    assert "| a | 5.000 (2 of 3 seeds) | 5.000 (2 of 3 seeds) |" in length_table(run)
 
 
 def test_the_script_of_the_plots_is_the_one_that_is_recorded():

@@ -28,5 +28,11 @@ def length_table(run: Comparison) -> str:
     for model in run.models:
         found = [{at["length"]: at["last_perplexity"] for at in one.lengths} for one in run.trainings_of(model)]
         values = ([each[n] for each in found if n in each] for n in lengths)
-        table.append([model, *(with_interval(own, 3) if own else "–" for own in values)])
+        table.append([model, *(_of_seeds(own, len(found)) for own in values)])
     return Table(["perplexity of the last T of", *(f"{n:,}" for n in lengths)], table).markdown() if lengths else ""
+
+
+def _of_seeds(values: list[float], seeds: int) -> str:
+    """The mean, with the number of the seeds that have it if some diverged."""
+    mean = with_interval(values, 3) if values else "–"
+    return mean if len(values) in (0, seeds) else f"{mean} ({len(values)} of {seeds} seeds)"
