@@ -287,8 +287,9 @@ def compile_all(data: dict[str, Any]) -> None:
     data["versions"] = versions
     copy, wanted = rates()["copy"], set()
     calls = {case: launches_by_target(call) for case, call in CASES.items()}
-    alike = offline_tokens.launches() | offline_passes.launches()
+    alike = offline_tokens.launches()
     calls |= {case: [dict.fromkeys(TARGETS, launch) for launch in found] for case, found in alike.items()}
+    calls |= offline_passes.launches_by_target()
     for case, found in calls.items():
         for launches in found:
             name = name_of(launches["sm_90"], case)

@@ -10,9 +10,9 @@ TARGETS = ("sm_90", "sm_80", "gfx942")
 
 TEXT = """# GPU kernels, judged without a GPU
 
-On any machine, `make gpu-offline` compiles our Triton kernels for H100 (sm_90), A100 (sm_80) and MI300 (gfx942).
+`make gpu-offline` compiles our Triton kernels for H100 (sm_90), A100 (sm_80) and MI300 (gfx942).
 Registers, spills, instructions, launches and bytes are counted. **Times in italics are predictions, not measurements**;
-[measured times](results/speed.md) of one H100 stand beside them. `benchmarks/results/offline.json` has every row.
+[measured times](results/speed.md) stand beside them. `benchmarks/results/offline.json` has every row.
 A test allows no row to be worse than today.
 
 ## Kernels
@@ -73,7 +73,7 @@ def _kernels(data: dict[str, Any]) -> str:
             "/".join(tensor),
         ])  # fmt: skip
     found = table(["kernel", "registers", "spills", "programs", "wgmma/mma/mfma"], rows)
-    return f"{found}\n\nKernels without products that keep all limits: {', '.join(simple)}."
+    return f"{found}\n\nOther kernels, which keep all limits: {', '.join(simple)}."
 
 
 def _ops(data: dict[str, Any], measured: dict[str, list[float]]) -> str:

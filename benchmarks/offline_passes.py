@@ -23,14 +23,23 @@ def weight(*shape: int) -> Tensor:
     return leaf(*shape, dtype=torch.float32)
 
 
-def launches() -> dict[str, list[Launch]]:
-    """Case → its launches, forward and backward."""
-    return {f"pass, {name}": _of(run) for name, run in CASES.items()}
+def launches(target: str = "sm_90") -> dict[str, list[Launch]]:
+    """Case → its launches on a target, forward and backward."""
+    return {f"pass, {name}": _of(run, target) for name, run in CASES.items()}
 
 
-def _of(run: Callable[[], tuple[Tensor | None, ...]]) -> list[Launch]:
+def launches_by_target() -> dict[str, list[dict[str, Launch]]]:
+    """Case → its launches, each for each target, of which one may have more warps."""
+    found = {target: launches(target) for target in offline_kernels.TARGETS}
+    return {
+        case: [dict(zip(found, alike, strict=True)) for alike in zip(*(x[case] for x in found.values()), strict=True)]
+        for case in found["sm_90"]
+    }
+
+
+def _of(run: Callable[[], tuple[Tensor | None, ...]], target: str) -> list[Launch]:
     found: list[Launch] = []
-    with offline_models.on_a_gpu(), offline_kernels.captured(found):
+    with offline_models.on_a_gpu(), offline_kernels.captured(found, target):
         outputs = run()
         sum(x.float().sum() for x in outputs if x is not None).backward()
     return found
@@ -116,11 +125,11 @@ def _mixed(count: int, packed: bool = False) -> tuple[Tensor, ...]:
     return rwkv7.token_mix(x, before, [weight(1024) for _ in range(count)], last=not packed)
 
 
-def _mixed_norm(count: int) -> tuple[Tensor, ...]:
+def _mixed_norm(count: int, size: int = 1024) -> tuple[Tensor, ...]:
     from halflife.ops import rwkv7
 
-    x, branch = leaf(BATCH, LENGTH, 1024, dtype=torch.float32), leaf(BATCH, LENGTH, 1024)
-    return rwkv7.token_mix_of_norm(x, branch, weight(1024), weight(1024), None, [weight(1024)] * count, 1e-5)
+    x, branch = leaf(BATCH, LENGTH, size, dtype=torch.float32), leaf(BATCH, LENGTH, size)
+    return rwkv7.token_mix_of_norm(x, branch, weight(size), weight(size), None, [weight(size)] * count, 1e-5)
 
 
 def _keys(heads: int, size: int) -> tuple[Tensor, ...]:
@@ -209,6 +218,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "token_mix 1": lambda: _mixed(1),
     "token_mix_of_norm 6": lambda: _mixed_norm(6),
     "token_mix_of_norm 1": lambda: _mixed_norm(1),
+    "token_mix_of_norm 6 of 4096": lambda: _mixed_norm(6, 4096),
     "rwkv7_keys 64": lambda: _keys(16, 64),
     "rwkv7_output 64": lambda: _output(16, 64),
     "rwkv7_values 64": lambda: _values(16, 64),

@@ -30,8 +30,12 @@ from halflife.ops.backends import triton as kernels
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+
+from halflife.ops.backends.triton import gates, segments
 from halflife.ops.backends.triton import run as run_kernels
-from halflife.ops.backends.triton import segments
 from halflife.ops.backends.triton.delta import host as delta
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -288,21 +292,59 @@ def test_segment_table():
     assert (one.per_sequence, one.length) == (16, 32 * 64)
 
 
+def put_cards(monkeypatch, *cards):
+    """Let GPUs be of these kinds; return a list with the number of the current one."""
+    current = [0]
+
+    def exchange(device):
+        before, current[0] = current[0], device if device >= 0 else current[0]
+        return before
+
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    for module in (segments, gates):
+        monkeypatch.setattr(module, "interpreted", lambda: False)
+    driver = SimpleNamespace(get_current_target=lambda: cards[current[0]])
+    monkeypatch.setattr(segments.triton.runtime, "driver", SimpleNamespace(active=driver))
+    return current
+
+
 @pytest.mark.parametrize(
     ("arch", "kind"), [(80, "ampere"), (89, "ampere"), (90, "hopper"), (100, "hopper"), (120, "ampere")]
 )
 def test_a_card_is_known_by_its_tensor_cores(arch, kind, monkeypatch):
     """Those of sm_120 are not Hopper's, and it has less than half of the shared memory."""
-    monkeypatch.setattr(segments, "interpreted", lambda: False)
-    driver = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=arch))
-    monkeypatch.setattr(segments.triton.runtime, "driver", SimpleNamespace(active=driver))
-    assert segments.architecture() == kind
+    put_cards(monkeypatch, GPUTarget("cuda", arch, 32))
+    assert segments.architecture(torch.empty(0)) == kind
+
+
+def test_tiles_are_those_of_the_card_that_has_the_tensors(monkeypatch):
+    """The current one may be of another kind, with less shared memory or other tensor cores."""
+    current = put_cards(monkeypatch, GPUTarget("hip", "gfx90a", 64), GPUTarget("cuda", 90, 32))
+    with FakeTensorMode():
+        first, second = (torch.empty(0, device=f"cuda:{n}", dtype=torch.bfloat16) for n in range(2))
+    assert [segments.architecture(x) for x in (second, first)] == ["hopper", "amd"]
+    assert gates.precision_of(second) == "tf32" != gates.precision_of(first)
+    assert current == [0]
+
+
+@pytest.mark.parametrize("card", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", 75, 80, 90, 100, 120])
+def test_the_precision_of_products_is_one_that_the_card_has(card, monkeypatch):
+    """Triton refuses TF32 for all of AMD's cards but the MI300."""
+    target = GPUTarget("cuda", card, 32) if isinstance(card, int) else GPUTarget("hip", card, 64)
+    put_cards(monkeypatch, target)
+    found = gates.precision_of(torch.empty(0, dtype=torch.bfloat16))
+    options = make_backend(target).parse_options({"enable_fp_fusion": True})
+    assert found in options.allowed_dot_input_precisions
+    assert (found == "tf32") == (isinstance(card, int) or card == "gfx942")
+    assert gates.precision_of(torch.empty(0)) == "ieee"
 
 
 @pytest.mark.parametrize(("kind", "states", "stages"), [("ampere", 2, 1), ("ampere", 1, 1), ("hopper", 2, 2)])
 def test_the_largest_states_fit_99_kb_of_shared_memory(kind, states, stages, monkeypatch):
-    monkeypatch.setattr(delta, "architecture", lambda: kind)
-    assert delta.settings_of("gradients", 256, 256, torch.bfloat16, states, 32).stages == stages
+    monkeypatch.setattr(delta, "architecture", lambda x: kind)
+    q = torch.empty(0, dtype=torch.bfloat16)
+    assert delta.settings_of("gradients", 256, 256, q, states, 32).stages == stages
 
 
 @crossed(strength=1, mode=MODES, bounds=[None, (0, 5, 5, 38)], dtype=[torch.float32, torch.bfloat16], shared=[1, 2])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
@@ -33,6 +34,13 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
             wrap_triton(_with_constants(kernel, floats))[grid](*arguments, **options)
 
     return run
+
+
+def target_of(x: Tensor) -> Any:
+    """The kind of GPU that a tensor is on (backend and arch), which need not be the current one."""
+    with torch.cuda.device_of(x):
+        target: Any = triton.runtime.driver.active.get_current_target()
+    return target
 
 
 @cache

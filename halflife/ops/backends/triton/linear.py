@@ -67,7 +67,7 @@ class Operands(NamedTuple):
     def flipped(self, do: Tensor) -> Operands:
         """The call whose outputs are the gradients of queries, and whose states are transposed."""
         states = 2 if self.mode == GATE_RANK else 1
-        walk = settings_of("walk", self.v.shape[3], self.k.shape[3], self.q.dtype, states, self.walk.chunk)
+        walk = settings_of("walk", self.v.shape[3], self.k.shape[3], self.q, states, self.walk.chunk)
         return self._replace(q=do, k=self.v, v=self.k, walk=walk._replace(chunk=self.walk.chunk))
 
     def constants(self, tiles: Settings) -> dict:
@@ -102,7 +102,7 @@ def _call(
     chunk = block(min(chunk_size, length))
     segments = make_segments(batch, length, cu_seqlens, chunk, heads * triton.cdiv(value, 64))
     states = 2 if mode_of(*gates) == GATE_RANK else 1
-    walk, grads = (settings_of(kind, key, value, q.dtype, states, chunk) for kind in ("walk", "grads"))
+    walk, grads = (settings_of(kind, key, value, q, states, chunk) for kind in ("walk", "grads"))
     if back:  # one size of chunks, whose sums are computed once
         chunk = min(walk.chunk, grads.chunk)
         walk, grads = walk._replace(chunk=chunk), grads._replace(chunk=chunk)

@@ -13,7 +13,7 @@ is tuned at run time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton import interpreted
+from halflife.ops.backends.triton.launch import target_of
 
 ENOUGH = 250  # programs that fill a GPU: about two on each of 132 multiprocessors
 LEAST_CHUNKS = 8  # of a segment, so that its state is a small part of what is read
@@ -88,14 +89,14 @@ class Settings(NamedTuple):
     stages: int  # chunks whose loads are under way
 
 
-def architecture() -> str:
-    """The kind of GPU: "hopper" (sm_90 to sm_110), "amd", or "ampere" for others of NVIDIA.
+def architecture(x: Tensor) -> str:
+    """The kind of GPU of a tensor: "hopper" (sm_90 to sm_110), "amd", or "ampere" for others of NVIDIA.
 
     The cards of sm_120 have the tensor cores and the shared memory of sm_89.
     """
     if interpreted():
         return "hopper"
-    target: Any = triton.runtime.driver.active.get_current_target()
+    target = target_of(x)
     if target.backend != "cuda":
         return "amd"
     return "hopper" if 90 <= target.arch < 120 else "ampere"
@@ -112,11 +113,11 @@ _TILES = {
 _EXACT = {"walk": (16, 32), "grads": (16, 16)}  # products of float32 use no tensor cores
 
 
-def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
-    """The settings of a kernel ("walk" or "grads") whose chunks have at most `most` tokens, a power of two."""
-    exact = dtype == torch.float32
+def settings_of(kind: str, key: int, value: int, q: Tensor, states: int, most: int) -> Settings:
+    """The settings of a kernel ("walk" or "grads") of queries q; chunks have at most `most` tokens, a power of two."""
+    exact = q.dtype == torch.float32
     whole = key if kind == "walk" else value
-    chunk, size = _EXACT[kind] if exact else _TILES[kind, states][architecture()][bool(whole > 64)]
+    chunk, size = _EXACT[kind] if exact else _TILES[kind, states][architecture(q)][bool(whole > 64)]
     if kind == "walk":
         rows, columns = block(key, 256), block(value, size)
     else:

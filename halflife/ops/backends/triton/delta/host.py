@@ -39,9 +39,9 @@ _GRADIENTS = {
 States = tuple[Tensor | None, Tensor | None]  # of all chunks, and the powers of two that they are multiplied with
 
 
-def settings_of(kind: str, key: int, value: int, dtype: torch.dtype, states: int, most: int) -> Settings:
-    """The settings of a walk to "out", "states" or "gradients", whose chunks have at most `most` tokens."""
-    exact, largest, card = dtype == torch.float32, max(key, value), architecture()
+def settings_of(kind: str, key: int, value: int, q: Tensor, states: int, most: int) -> Settings:
+    """The settings of a walk of queries q to "out", "states" or "gradients"; chunks have at most `most` tokens."""
+    exact, largest, card = q.dtype == torch.float32, max(key, value), architecture(q)
     size, warps, single = bool(largest > 64) + bool(largest > 128), 4, exact
     columns = _COLUMNS[states][size]
     if kind == "gradients":
@@ -78,7 +78,7 @@ def prepare(
     """Sum the log-decays and invert the systems of all chunks, for walks of this kind, "out" or "states"."""
     (batch, length, heads, value), key = v.shape, q.shape[3]
     states, chunk = 1 if g_slow is None else 2, block(min(chunk_size, length))
-    walk, grads = (settings_of(which, key, value, q.dtype, states, chunk) for which in (kind, "gradients"))
+    walk, grads = (settings_of(which, key, value, q, states, chunk) for which in (kind, "gradients"))
     segments = make_segments(batch, length, cu_seqlens, chunk, heads * triton.cdiv(value, 64))
     sums = new_sums(q, v, (g_slow, g_fast))
     operands = Operands(rows_of(q), rows_of(k), rows_of(v), (g_slow, g_fast), sums, scale, segments, walk, grads)
@@ -113,7 +113,7 @@ def _gradients(call: Prepared, do: Tensor, *given: Tensor | None, whole: bool) -
     """The walk from the end: with tiles for gradients of inputs (`whole`), or of the state alone."""
     x = call.operands
     tiles = x.grads if whole else x.walk
-    small = {"matrix_instr_nonkdim": 16} if architecture() == "amd" else {}  # products that hold fewer registers
+    small = {"matrix_instr_nonkdim": 16} if architecture(x.q) == "amd" else {}  # products that hold fewer registers
     if x.segments.count * x.heads:
         launch(gradients_kernel, (x.heads * triton.cdiv(do.shape[3], tiles.columns), x.segments.count))(
             x.q, x.k, x.v, do, call.beta, call.inverse, x.sums, x.gates[1], *given,

@@ -58,7 +58,7 @@ class Operands(NamedTuple):
     def columns(self) -> int:
         """Columns of a state in a walk."""
         key, narrow = self.q.shape[3], self.q.dtype != torch.float32
-        most = 64 if key <= 64 and narrow and architecture() == "hopper" else 32 if key <= 128 else 16
+        most = 64 if key <= 64 and narrow and architecture(self.q) == "hopper" else 32 if key <= 128 else 16
         return block(self.v.shape[3], most)
 
     @property

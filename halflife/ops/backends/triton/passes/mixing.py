@@ -17,6 +17,7 @@ from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.passes.rows import contiguous, sum_dtype
+from halflife.ops.backends.triton.segments import architecture
 
 MOST = 6  # outputs, for which the kernels have arguments
 ROWS = 16  # tokens of a program
@@ -251,6 +252,8 @@ def _mixed_backward(
     dx, dbefore = x.new_empty(x.shape, dtype=of_x), x.new_empty(0) if before is None else before.new_empty(before.shape)
     dbranch = x.new_empty(x.shape if of_branch not in (None, of_x) else 0, dtype=of_branch or of_x)
     (rows, earlier), sizes, own, tile = _given(x, before)
+    if tile["BC"] > 2048 and len(mu) > 1 and architecture(x) != "amd":  # whose programs have at most 16 warps
+        tile["num_warps"] = 32  # with 16, sums of six mixtures spill five times as often
     per = max(1, triton.cdiv(sizes[0], PROGRAMS))
     blocks = triton.cdiv(sizes[0], per)
     sums = x.new_empty(blocks, len(mu) + (0 if weight is None else 2), x.shape[2], dtype=torch.float32)

@@ -31,7 +31,7 @@ def tiles_of(q: Tensor, v: Tensor, most: int) -> Settings:
     """The settings of the kernel, whose chunks have at most `most` tokens."""
     exact = q.dtype == torch.float32
     sizes = block(q.shape[3], 256), block(v.shape[3], 256)
-    chunk = 16 if exact else 64 if architecture() == "hopper" else 32
+    chunk = 16 if exact else 64 if architecture(q) == "hopper" else 32
     return Settings(min(chunk, most), *sizes, 4, 1 if exact else 2)
 
 

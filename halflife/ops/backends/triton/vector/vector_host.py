@@ -35,11 +35,11 @@ class Tiles(NamedTuple):
 _SMALL = {"hopper": (32, 64), "ampere": (32, 32), "amd": (16, 32)}
 
 
-def tiles_of(key: int, value: int, dtype: torch.dtype, most: int) -> Tiles:
+def tiles_of(key: int, value: int, q: Tensor, most: int) -> Tiles:
     """The sizes of blocks for chunks of at most `most` tokens. Products of float32 use no tensor cores."""
-    if dtype == torch.float32:
+    if q.dtype == torch.float32:
         return Tiles(block(most, 16), block(value, 32), block(key, 32), block(value, 32))
-    chunk, columns = _SMALL[architecture()] if max(key, value) <= 64 else (32, 64 if key <= 64 else 32)
+    chunk, columns = _SMALL[architecture(q)] if max(key, value) <= 64 else (32, 64 if key <= 64 else 32)
     return Tiles(block(most, chunk), block(value, columns), block(key, 64), block(value, 64))
 
 
@@ -95,7 +95,7 @@ def _call(
 ) -> Operands:
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     (batch, length, heads, value), key = v.shape, q.shape[3]
-    tiles = tiles_of(key, value, q.dtype, min(chunk_size, length))
+    tiles = tiles_of(key, value, q, min(chunk_size, length))
     segments = make_segments(batch, length, cu_seqlens, tiles.chunk, heads * triton.cdiv(value, 64))
     call = Operands(q, k, v, g, scale, segments, tiles)
     return call if key <= tiles.keys and value <= tiles.values else call._replace(prepared=_prepare(call))
