@@ -12,19 +12,19 @@ TEXT = """# GPU kernels, judged without a GPU
 
 `make gpu-offline` compiles our Triton kernels for H100 (sm_90), A100 (sm_80) and MI300 (gfx942).
 Registers, spills, instructions, launches and bytes are counted. **Times in italics are predictions, not measurements**;
-[measured times](results/speed.md) stand beside them. `benchmarks/results/offline.json` has every row.
-A test allows no row to be worse than today.
+[measured times](results/speed.md) stand beside them. `benchmarks/results/offline.json` has every row; none may get
+worse.
 
 ## Kernels
 
 The worst of {rows} rows, sm_90/sm_80/gfx942. Targets: 0 spills and, for NVIDIA, ≥ 2 programs
-an SM, tensor cores in 16-bit products, and cp.async in walks. {missed} rows miss one.
+an SM, tensor cores in 16-bit products, and cp.async in walks. {missed} miss one.
 
 {kernels}
 
 ## Ops
 
-Bytes and times of 1 × 32,768 tokens, then of 16 × 2,048, with 16 heads, forward/with backward. The floor is the bytes
+Bytes and times of 1 × 32,768 tokens, then 16 × 2,048, with 16 heads, forward/with backward. The floor is the bytes
 of q, k, v and o, three times with backward. Predictions are too low; measured is the first shape.
 
 {ops}
@@ -33,7 +33,7 @@ of q, k, v and o, three times with backward. Predictions are too low; measured i
 
 A layer of width {hidden} on {batch} × {length} tokens without fla-core, forward/with backward. Targets: 12 launches
 forward, 6 a token; graph breaks of two layers: {breaks}. The third number of launches is of a model in bfloat16, the
-others are under autocast. Times are predicted/measured (with the kernels of 2026-11-26), of {layers} layers without
+others are under autocast. Times are predicted/measured (kernels of 2026-11-26), of {layers} layers without
 loss and optimiser, at {copy} TB/s (our kernels {triton}), {product} TFLOP/s and ≥ 3 µs a launch. Tokens are decoded
 in bfloat16. `echo` has the layers of `mamba2+ska`; for `fox` and `mesa` fla-core has kernels.
 
