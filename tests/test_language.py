@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tiny_runs
@@ -34,6 +35,7 @@ from halflife.lab.experiments import train as language
 from halflife.lab.experiments.values import parse_count
 from halflife.layers import gate_statistics
 from halflife.models import LanguageModel, checkpoint
+from halflife.report.tables.language import print_language_run
 from halflife.runs import language_run, samples
 from halflife.runs.language_run import CorpusRun, MicroBatches
 from halflife.runs.one import run_one
@@ -464,6 +466,22 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
         assert "another process is at work" in refused("train", "--resume", str(folder))
     main(["train", "--resume", str(folder), "--quiet"])  # a finished run prints its result again
     assert "bits per byte" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_at_once_has_a_report_and_says_so(text, tmp_path, capsys, monkeypatch):
+    """It has no loss to draw."""
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *arguments(text, tmp_path / "out"), "--lr", "1e30"])
+    assert stopped.value.code == 3
+    assert "diverged: the loss is nan at step 4; try a lower --lr" in capsys.readouterr().out
+    assert (tmp_path / "out" / "report.html").stat().st_size
+
+
+def test_what_to_type_next_holds_for_folders_with_spaces(capsys):
+    result = {"parameters": 1, "tokens": 1, "bits_per_byte": 1.0, "bits_per_byte_of_documents": 1.0, "lengths": []}
+    print_language_run({**result, "tokens_per_second": 1.0, "mfu": 1.0}, Path("my runs/x"))
+    assert "halflife generate 'my runs/x' \"…\"" in capsys.readouterr().out
 
 
 def test_a_sample_begins_with_one_document(text, tmp_path, monkeypatch):

@@ -130,6 +130,12 @@ def test_options_that_from_replaces():
     assert_raises(ValueError, "give a model", Train(text=Text(("text",)))._folder)
 
 
+def test_a_model_in_the_current_folder_gives_the_run_its_name(tmp_path, monkeypatch):
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path / "my-model")
+    assert str(Train(text=Text(("text",)), start=Start("."))._folder()).endswith("-my-model")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
 @pytest.mark.parametrize("name", ["gated_deltanet", "gated_deltanet+post", "rwkv7"])

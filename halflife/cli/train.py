@@ -204,7 +204,7 @@ class Train:
         from halflife.training.config import rank, world_size
 
         start, output = self.start, self.job.output
-        name = self.model or Path(start.from_weights or "").name
+        name = self.model or (start.from_weights and Path(start.from_weights).resolve().name)
         if not name or not self.text.data:
             raise ValueError("give a model (or --from) and --data, or --resume and the folder of a run")
         shape = {"model": self.model, **options_of(self.shape)}
@@ -215,7 +215,7 @@ class Train:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
         folder = output or new_folder(name)
         if (folder / RUN_JSON).exists() and world_size() == 1:
-            raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
+            raise FileExistsError(f"{folder} holds a run already; continue it with --resume {shlex.quote(str(folder))}")
         if rank() == 0 and not (folder / RUN_JSON).exists() and not self.job.dry_run:
             check_new_folder(folder)
         return folder

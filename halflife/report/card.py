@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ model = AutoModelForCausalLM.from_pretrained("{folder}")
 `config.json` has no `auto_map`, so transformers downloads and runs no code; `import halflife.hf` is enough.
 
 {bytes}The folder holds the tokenizer, which `AutoTokenizer.from_pretrained` and `pipeline` of transformers load.
-On a command line: `halflife generate {folder} "Once upon a time"`.
+On a command line: `halflife generate {typed} "Once upon a time"`.
 
 ## Results
 
@@ -81,12 +82,12 @@ def _text(run: LanguageRun, figure: str | None) -> str:
     lengths = [(f"{row['length']:,}", f"{row['perplexity']:.3f}") for row in result["lengths"]]
     settings = [(name, run.config[name]) for name in SETTINGS]
     settings += [(f"model: {name}", json.dumps(value)) for name, value in model.items() if value not in (None, {})]
-    names = ("setting", "value")
+    names, folder = ("setting", "value"), run.path.resolve().name
     end = ", and 256 ends a document" if "+" in tokenizer else ""
     return CARD_TEXT.format(
         name=model["name"], parameters=result["parameters"], layers=model["num_layers"], width=model["hidden_size"],
         version=run.versions.get("halflife", ""), tokens=result["tokens"], state=result["state_size"],
-        folder=run.path.name, bits=result["bits_per_byte"], context=run.config["context"],
+        folder=folder, typed=shlex.quote(folder), bits=result["bits_per_byte"], context=run.config["context"],
         bytes=f"Its tokens are the bytes of the text in UTF-8{end}.\n" if tokenizer in OF_BYTES else "",
         lengths=Table(("length in tokens", "perplexity per token"), lengths, left=("",)).markdown(),
         install=install_anywhere("train"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -274,7 +275,8 @@ def _mean_of_training(folders: Sequence[Path], key: str) -> float:
 def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     """Create the folder of a sweep, with its configuration and the versions of the packages that run it."""
     if (folder / CONFIG_JSON).exists():
-        raise FileExistsError(f"{folder} holds a comparison already; continue it with --resume {folder}")
+        again = f"--resume {shlex.quote(str(folder))}"
+        raise FileExistsError(f"{folder} holds a comparison already; continue it with {again}")
     check_new_folder(folder)
     write_json(folder / CONFIG_JSON, sign(config))
     write_json(folder / VERSIONS_JSON, versions())

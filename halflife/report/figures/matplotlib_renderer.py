@@ -194,7 +194,7 @@ def _draw_reference(axes: Axes, label: str, x: float | None, y: float | None) ->
 def _set_axis(axes: Axes, name: str, data: Axis, places: Mapping[float, str]) -> None:
     """Scale, limits and ticks of the x-axis or y-axis."""
     axis = getattr(axes, f"{name}axis")
-    if data.log:
+    if data.log and math.isfinite(axis.get_minpos()):  # a run that diverged at once has no loss at all
         axes.set(**{f"{name}scale": "log"})
         axis.set_minor_locator(NullLocator())
     if places:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -32,4 +33,4 @@ def print_language_run(result: dict[str, Any], folder: Path) -> None:
             headings, *times = csv.reader(file)
         show(Table(headings, times, title=f"times of a step; its trace: {folder / TRACE_JSON}"))
     print(f"report: {folder / 'report.html'}")
-    print(f'continue a text with: halflife generate {folder} "…"')
+    print(f'continue a text with: halflife generate {shlex.quote(str(folder))} "…"')
