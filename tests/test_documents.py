@@ -21,6 +21,16 @@ def test_documents_of_a_folder_in_their_order(folder):
     assert list(documents.documents([folder / "ignored.py"])) == [b"no text"]  # a pattern that names the file reads it
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    """As by a glob. One leads to the folder itself, and two to one place."""
+    for name in ("data", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    for name, goal in (("itself", "."), ("one", "../there"), ("two", "../there")):
+        (tmp_path / "data" / name).symlink_to(goal)
+    assert find([tmp_path / "data"]) == [tmp_path / "data" / "a.txt", tmp_path / "data" / "one" / "a.txt"]
+
+
 def test_another_field(tmp_path):
     (tmp_path / "a.jsonl").write_text('\ufeff{"body": "x", "text": "y"}\r\n{"body": ""}\r\n{"body": "\\ud800"}')
     assert list(documents.documents([tmp_path], "body")) == [b"x", b"\xed\xa0\x80"]

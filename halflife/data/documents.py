@@ -114,17 +114,20 @@ def _files(source: str | Path, field: str, cache: Path | None) -> list[Path]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """The files in and below a folder. Hidden ones are left out, and so are the folders of runs."""
+    """The files in and below a folder, linked ones too. Hidden ones are left out, and so are the folders of runs."""
 
     def refuse(error: OSError) -> None:
         raise error
 
-    for name, folders, files in os.walk(root, onerror=refuse):
-        folder = Path(name)
-        if folder != root and (RUN_JSON in files or {VERSIONS_JSON, CONFIG_JSON} <= {*files}):
+    seen: set[str] = set()  # a link may lead to a folder above
+    for name, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        folder, real = Path(name), os.path.realpath(name)
+        is_run = RUN_JSON in files or {VERSIONS_JSON, CONFIG_JSON} <= {*files}
+        if real in seen or (folder != root and is_run):
             folders.clear()
             continue
-        folders[:] = [each for each in folders if not each.startswith(".")]
+        seen.add(real)
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
         yield from (folder / each for each in files if not each.startswith(".") and (folder / each).is_file())
 
 
