@@ -79,6 +79,15 @@ def test_more_tokens_append_and_fewer_read_nothing(rows, tmp_path):
     assert more.digest != digest
 
 
+def test_a_cache_that_has_enough_is_not_written(rows, tmp_path, monkeypatch):
+    """It may be read-only, as one that several users share."""
+    expected = whole(opened(rows[0], tmp_path, 2000))
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "cache").rglob("*"))
+    monkeypatch.setattr(stream, "locked", pytest.fail)
+    assert whole(opened(rows[0], tmp_path, 2000)) == expected
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "cache").rglob("*")) == before
+
+
 def test_the_whole_data_set_if_it_has_too_few_tokens(rows, tmp_path):
     place, documents, _ = rows
     corpus = opened(place, tmp_path, 10**9)

@@ -77,13 +77,17 @@ class Stream:
         Raises:
             ValueError, ImportError, ConnectionError: as `hub.texts`; the disk is too small, or the folder is damaged.
         """
-        with locked(self.folder):
-            record = next((r for r in self.records() if self._enough(r, tokens, held_out)), None)
-            if record is None:
-                record = self._extend(tokens, held_out, report)
+        record = self._first_with(tokens, held_out)  # without a lock, which a cache that is read-only refuses
+        if record is None:
+            with locked(self.folder):  # another process may have read on meanwhile
+                record = self._first_with(tokens, held_out) or self._extend(tokens, held_out, report)
         digest = hashlib.sha256(json.dumps([self.key, record["rows"]]).encode()).hexdigest()
         dtype = str(dtype_of(self.settings.tokenizer.vocab_size))
         return {"digest": digest, "dtype": dtype, "splits": record["splits"]}
+
+    def _first_with(self, tokens: int, held_out: int) -> dict[str, Any] | None:
+        """The first record that has enough, if there is one."""
+        return next((record for record in self.records() if self._enough(record, tokens, held_out)), None)
 
     def records(self) -> list[dict[str, Any]]:
         """The records so far. The files of a record are as long as it says; a last line that was cut short is none."""
