@@ -238,6 +238,8 @@ def read_bytes(path: Path) -> bytes:
         ValueError: the file is empty, not complete gzip data, or larger than `UNPACKED` when it is decompressed; the
             message names it.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the files in it")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:

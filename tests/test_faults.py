@@ -96,6 +96,10 @@ def test_a_small_archive_of_a_large_text_is_refused(tmp_path, monkeypatch):
     assert_raises(ValueError, r"a\.gz unpacks to more than", read_bytes, tmp_path / "a.gz")
 
 
+def test_a_folder_in_the_place_of_a_text_is_named(tmp_path):
+    assert_raises(ValueError, "is a folder; name the files in it", read_bytes, tmp_path)
+
+
 def stop(folder, step, config=None, number=signal.SIGTERM):
     with pytest.MonkeyPatch.context() as patch:
         after_step(patch, step, lambda: os.kill(os.getpid(), number))
