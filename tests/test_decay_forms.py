@@ -83,7 +83,7 @@ def test_released_rope(granularity):
 
 
 def test_released_tpe():
-    """Σ aᵀb λ^{t−s} x_s with one λ per head, an RMS norm over each head and a projection."""
+    """Σ aᵀb λ^{t−s} x_s with one λ per head, an RMS norm over all heads and a projection."""
     layer = layers.build("tpe_released", hidden_size=WIDTH, num_heads=HEADS, chunk_size=4).double()
     x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     values, decays = per_head(x), layer.kernel.logit.sigmoid()
@@ -92,8 +92,9 @@ def test_released_tpe():
         for s in range(t + 1):
             weight = (layer.kernel.read * layer.kernel.write).sum(-1) * decays ** (t - s)
             mixed[:, t] += weight.view(1, HEADS, 1) * values[:, s]
+    mixed = mixed.flatten(-2)
     normed = mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert_close(layer(x)[0], layer.out_proj(normed.flatten(-2) * layer.norm.weight), EXACT)
+    assert_close(layer(x)[0], layer.out_proj(normed * layer.norm.weight), EXACT)
 
 
 def test_paper_tpe():

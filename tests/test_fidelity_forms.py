@@ -95,7 +95,7 @@ def released_tpe(name):
     paper_tpe(name)
     layer = toeplitz(name)
     assert {key for key, _ in layer.named_children()} == {"kernel", "norm", "out_proj"}
-    return ("a norm per head and a projection",)
+    return ("a norm over all heads and a projection",)
 
 
 def our_tpe(name):

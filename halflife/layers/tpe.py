@@ -131,9 +131,10 @@ class PaperTPE(Toeplitz):
 
 @LAYERS.add("tpe_released")
 class ReleasedTPE(PaperTPE):
-    """`tpe_paper` with a norm and a projection: `y = RMSNorm(Σ_{s ≤ t} (a·b) λ^{t−s} x_s) W`, norm over each head.
+    """`tpe_paper` with a norm and a projection: `y = RMSNorm(Σ_{s ≤ t} (a·b) λ^{t−s} x_s) W`, norm over all heads.
 
-    The authors of the Decay paper ran it so. Source: released code of the Decay paper (xmixers).
+    The authors of the Decay paper ran it so: their code gives the norm a number of groups, which their RMSNorm ignores.
+    Source: released code of the Decay paper (xmixers).
 
     Args:
         place, run: as in `PaperTPE`.
@@ -141,7 +142,7 @@ class ReleasedTPE(PaperTPE):
 
     def __init__(self, place: Place, run: Run) -> None:
         super().__init__(place, run)
-        self.norm = GatedRMSNorm(place.hidden_size, place.num_heads)
+        self.norm = GatedRMSNorm(place.hidden_size)
         self.out_proj = nn.Linear(place.hidden_size, place.hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
