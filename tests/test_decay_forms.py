@@ -34,11 +34,14 @@ def read(layer, x, q, v, step):
 
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
 def test_released_dplr(granularity):
-    """Scalar: the gated delta rule. Vector: (I − β k kᵀ) diag(λ) S + k vᵀ, without β on v. β lies in (0, 2)."""
+    """Scalar: the gated delta rule. Vector: (I − β k kᵀ) diag(λ) S + k vᵀ, without β on v. β lies in (0, 2).
+
+    Keys have norm 1, and queries do not.
+    """
     layer, x = layer_of(decay="simple", granularity=granularity, update="dplr_released")
     q, k, v = map(per_head, layer.qkv_proj(x).chunk(3, -1))
     q, k = (F.silu(part) for part in (q, k))
-    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+    k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     f = layer.decay_proj.up(layer.decay_proj.down(x))
     f = f if granularity == "scalar" else per_head(f)
     decays = (f + layer.decay.delta).sigmoid()

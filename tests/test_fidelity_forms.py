@@ -57,7 +57,10 @@ def released_dplr(*_):
             on_value = size[t].view(-1, 1) if granularity == "scalar" else 1
             own = own + torch.einsum("hk,hv->hkv", k[t], on_value * v[t] - size[t].view(-1, 1) * read)
         torch.testing.assert_close(state.double(), own, rtol=1e-5, atol=1e-7)
-    return "β in (0, 2)", "`(I − β k kᵀ) diag(λ) S + k vᵀ`"
+    layer = mixer("simple+dplr_released")
+    assert layer.unit_keys
+    assert not layer.unit_queries
+    return "β in (0, 2)", "`(I − β k kᵀ) diag(λ) S + k vᵀ`", "queries of any norm"
 
 
 def state_rows(name):

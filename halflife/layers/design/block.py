@@ -45,7 +45,8 @@ class Keys:
         activation: "silu" or "none", on q and k. With a short convolution, its SiLU on q, k and v takes this place.
         feature_map: "none", or a function of queries and keys, also after a short convolution: "relu", "relu2", "silu",
             "gelu", "sigmoid" or "tanh".
-        qk_norm: whether to L2-normalise q and k. None means True for the delta rule and DPLR, which need it.
+        qk_norm: whether to L2-normalise q and k. None means True for the delta rule and DPLR, which need it, but for q
+            of "dplr_released".
     """
 
     head_dim: int | None = None
@@ -161,8 +162,9 @@ class LinearMixer(DecayGate, HasMemory):
         self.out_proj = nn.Linear(value, place.hidden_size, bias=False)
         self.update.add_maps(self, place.hidden_size)
         self.unit_keys = self.update.unit_keys if keys.qk_norm is None else keys.qk_norm
+        self.unit_queries = self.unit_keys and (self.update.unit_queries or keys.qk_norm is not None)
         # The channels and size of queries and keys that a GPU normalises in the kernel of the convolution.
-        follows = self.unit_keys and not self.update.norms_apart and type(self.update).query is Update.query
+        follows = self.unit_queries and not self.update.norms_apart and type(self.update).query is Update.query
         follows = follows and self.conv is not None and keys.feature_map == "none" and not keys.share_keys
         self.unit_outputs = (sum(self.splits[:-1]), self.head_dim) if follows else None
 
@@ -256,6 +258,7 @@ class LinearMixer(DecayGate, HasMemory):
         """Whether one kernel takes a token from the projection to the outputs of the op."""
         plain = isinstance(self.update, UpdateChoice) and self.update.name in ("linear", "delta")
         plain = plain and not self.update.stretch_gain and self.feature_map == "none"
+        plain = plain and self.unit_queries == self.unit_keys
         plain = plain and (self.position == "none" or (self.position == "rope" and not self.paired))
         return plain and (self.conv is None or type(self.conv) is ShortConv) and not self.share_keys
 
@@ -300,7 +303,9 @@ class LinearMixer(DecayGate, HasMemory):
             k = torch.cat([k, k], -1) if self.position == "rope" else k
         q = self.update.query(self, q, k)
         if self.unit_keys and not normed and not self.update.norms_apart:
-            q, k = (l2_normalize(x.to(ROOMY[x.dtype]), backend=self.pass_backend) for x in (q, k))
+            q, k = (x.to(ROOMY[x.dtype]) for x in (q, k))
+            q = l2_normalize(q, backend=self.pass_backend) if self.unit_queries else q
+            k = l2_normalize(k, backend=self.pass_backend)
         if self.position == "rope":
             q, k = rotary(q, k, position, backend=self.pass_backend, kept=kept)
         elif self.position != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class Update:
     Class attributes:
         name: what messages call it.
         has_strength, strength_bias: whether the update has β, and their projection a bias.
-        unit_keys: whether queries and keys must have norm 1.
+        unit_keys, unit_queries: whether keys must have norm 1, and whether queries then have it too.
         steps: the number of steps of a token, each with its key, value and strength.
         stretch_gain: whether PoST stretches what is written.
         norms_apart: whether the update itself normalises queries and keys.
@@ -59,6 +59,7 @@ class Update:
     has_strength = True
     strength_bias = False
     unit_keys = True
+    unit_queries = True
     steps = 1
     stretch_gain = False
     norms_apart = False
@@ -97,8 +98,8 @@ class UpdateChoice(Update):
     Attributes:
         update: "linear", "delta", or "dplr", `S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ`. DPLR reads the
             state before the decay, and the delta rule after it; without a decay they are the same. "dplr_released", as
-            the Decay paper's authors ran it, has β in (0, 2). It is the delta rule for a scalar decay, and
-            `S_t = (I − β_t k_t k_tᵀ) diag λ_t S_{t−1} + k_t v_tᵀ` for a vector decay.
+            the Decay paper's authors ran it, has β in (0, 2), and queries of any norm. It is the delta rule for a
+            scalar decay, and `S_t = (I − β_t k_t k_tᵀ) diag λ_t S_{t−1} + k_t v_tᵀ` for a vector decay.
         stretch_gain: whether PoST stretches what is written as the decay: β of the delta rule, and else k.
     """
 
@@ -125,7 +126,8 @@ class UpdateChoice(Update):
     def chosen(self, vector: bool) -> Update:
         if self.update != "dplr_released":
             return self
-        return replace(self, update=self.update if vector else "delta", allow_neg_eigval=True)
+        update = self.update if vector else "delta"
+        return ReleasedUpdate(update=update, allow_neg_eigval=True, stretch_gain=self.stretch_gain)
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         gain = None if tokens.gain is None else tokens.gain.to(tokens.k.dtype)
@@ -134,6 +136,12 @@ class UpdateChoice(Update):
             return _remember(block, tokens, k, None)
         beta = self.strength(block, tokens.x)
         return UPDATES[self.update](block, tokens, tokens.k, beta if gain is None else beta * gain)
+
+
+class ReleasedUpdate(UpdateChoice):
+    """What "dplr_released" is under a vector decay, or under a scalar one or none."""
+
+    unit_queries = False
 
 
 def _remember(block: Block, tokens: Tokens, k: Tensor, beta: Tensor | None) -> tuple[Tensor, State]:
