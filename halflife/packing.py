@@ -54,6 +54,8 @@ class Packing:
         check_integers("cu_seqlens", packed)
         if packed.ndim != 1 or packed.numel() < 1:
             raise ValueError("cu_seqlens must be integers [N + 1]: the cumulative lengths, starting with 0")
+        if packed.dtype not in (torch.int32, torch.int64):  # in which torch has no operation, or products overflow
+            packed = packed.long()
         packing = cls(batch, length, packed)
         if packed.device.type != "cpu" or torch.compiler.is_compiling():  # no host waits, and a graph has no values
             right = (packed[0] == 0) & (packed[-1] == length) & (packed.diff() >= 0).all()

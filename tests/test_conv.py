@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halflife.ops import causal_conv1d
+from halflife.ops.backends import native
+from halflife.ops.backends.native import build
 
 
 def inputs(length, *, batch=2, channels=3, width=4, sequences=None):
@@ -109,6 +111,21 @@ def test_bfloat16_computes_in_float32(conv):
     assert y.dtype == after.dtype == torch.bfloat16
     exact, _ = by_torch(**{name: x.double() for name, x in narrow.items()})
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+def test_results_wider_than_the_inputs():
+    """Kernels compute in float32, so they refuse float64 results of narrower inputs."""
+    narrow = {name: x.float() for name, x in inputs(40).items()}
+    found = causal_conv1d(**narrow, output_final_state=True, dtype=torch.float64)
+    assert_close(dict(enumerate(found)), dict(enumerate(by_torch(**{n: x.double() for n, x in narrow.items()}))), 1e-14)
+
+
+@pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+def test_a_compiler_knows_the_dtype_of_the_last_inputs():
+    """The last inputs of tokens in bfloat16 are in bfloat16, whatever the dtype of the state before was."""
+    given = torch.randn(1, 9, 16, dtype=torch.bfloat16), torch.randn(16, 4), None, torch.randn(1, 16, 3), None, True
+    assert native.op("causal_conv")(*given)[1].dtype == torch.bfloat16
+    torch.library.opcheck(torch.ops.halflife.causal_conv.default, given, test_utils="test_faketensor")
 
 
 @cases(

@@ -127,6 +127,16 @@ def test_the_callers_state_is_not_changed(case):
 
 
 @each_layer
+def test_continues_a_state_of_another_dtype(case):
+    """As that of a prompt that was read without autocast."""
+    layer, x = build(case).double(), inputs()
+    _, state = layer(x[:, :5])
+    expected, _ = layer(x[:, 5:], state)
+    found, _ = layer.float()(x[:, 5:].float(), state)
+    assert_close(found, expected, 1e-3)
+
+
+@each_layer
 def test_shortest_sequences(case):
     for length in (0, 1):
         y, state = build(case)(inputs(length=length, dtype=torch.float32))

@@ -16,6 +16,7 @@ from halflife.evaluation.language import by_position, document_loss
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import loss
 from halflife.models.loss import ChunkedLoss, mean_loss, token_losses
+from halflife.ops.cross_entropy import losses_and_errors
 from halflife.tasks import IGNORED
 from halflife.training import sharding
 from halflife.training.fit import Objective
@@ -125,6 +126,15 @@ def test_extreme_logits_and_a_part_without_gradient(chunks):
     torch.testing.assert_close(
         torch.autograd.grad(value, hidden), torch.autograd.grad(plain(hidden, weight, labels), hidden)
     )
+
+
+def test_an_ignored_label_has_the_loss_0_whatever_the_logits():
+    logits, labels = torch.randn(3, 5), torch.tensor([IGNORED, 2, 3])
+    logits[0] = torch.tensor([-torch.inf, 1, 2, 3, 4])
+    losses, errors = losses_and_errors(logits, labels, torch.tensor(1.0))
+    assert losses[0] == 0
+    assert not errors[0].any()
+    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"))
 
 
 def test_few_logits_are_computed_at_once(monkeypatch):

@@ -34,6 +34,14 @@ def test_packed_sequences():
     assert packing.repeated(2).bounds == [0, 6, 6, 20]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16], ids=str)
+def test_boundaries_of_any_integer_dtype(dtype):
+    """torch adds such boundaries with overflow, or not at all."""
+    packing = Packing.of(torch.tensor([0, 30, 200], dtype=dtype), 1, 200)
+    assert packing.positions(None, BOUNDS.device).tolist() == [[*range(1, 31), *range(1, 171)]]
+    assert packing.repeated(300).bounds == [0, 9000, 60000]
+
+
 def test_rows():
     packing = Packing.of(None, 2, 3)
     assert (packing.num_sequences, packing.counts, list(packing.pieces())) == (2, [3, 3], [(slice(None), slice(0, 3))])

@@ -176,7 +176,7 @@ class Attention(Mixer):
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
             filled = tokens.new_zeros(rows, size, *tokens.shape[2:])
             if old is not None:
-                filled = torch.cat([old[:, :size], filled[:, old.shape[1] :]], 1)
+                filled = torch.cat([old[:, :size].to(tokens.dtype), filled[:, old.shape[1] :]], 1)
             return filled.index_put((row, at), tokens.flatten(0, 1))
 
         cache = {name: place(x, longest, slot + first[row], state.get(name)) for name, x in tokens.items()}

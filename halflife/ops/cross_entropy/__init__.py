@@ -69,6 +69,6 @@ def losses_and_errors(
         return losses, logits
     counts, target = labels != ignored, labels.unsqueeze(1).clamp_min(0)
     log_p = widened(logits).log_softmax(-1)
-    losses = -log_p.gather(1, target).squeeze(1) * counts
+    losses = -log_p.gather(1, target).squeeze(1).where(counts, 0)  # also of a label whose logit is −inf
     errors = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0))
     return losses, errors.mul_((counts * factor).unsqueeze(1)).to(logits.dtype)

@@ -13,13 +13,13 @@ _ops = torch.ops.halflife
 def _register(name: str, count: int, like: tuple[int, ...] = (0,), constants: int = 0) -> None:
     """Register `name(*tensors, *settings)` and `name_backward(*gradients of the outputs, *tensors, *settings)`.
 
-    There are `count` tensors, and the outputs have the shapes of those at `like`. The backward op returns the gradients
-    of all but the last `constants` tensors, without entries where a tensor is None.
+    There are `count` tensors. The outputs have the shapes of those at `like`, and the dtype of the first one. The
+    backward op returns the gradients of all but the last `constants` tensors, without entries where a tensor is None.
     """
     kernel = getattr(_ops, f"{name}_backward")
 
     def fake(*inputs: Any) -> Any:
-        outputs = [inputs[i].new_empty(inputs[i].shape) for i in like]
+        outputs = [inputs[0].new_empty(inputs[i].shape) for i in like]
         return outputs if len(like) > 1 else outputs[0]
 
     def fake_backward(*inputs: Any) -> list[Tensor]:
