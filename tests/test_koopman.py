@@ -693,3 +693,15 @@ def test_bad_shapes():
         assert_raises(ValueError, message, unchecked(koopman_attention), *arguments)
     _, state = koopman_attention(q, k, v, chunk_size=2, output_final_state=True)
     assert_raises(ValueError, "pending_keys", koopman_attention, q, k, v, chunk_size=4, initial_state=state)
+
+
+def test_counts_of_pending_tokens_in_another_dtype():
+    """A state that was stored may have them in int32."""
+    q, k, v = torch.randn(3, 1, 6, 2, 5)
+    _, state = koopman_attention(q, k, v, chunk_size=4, output_final_state=True)
+    narrow = {**state, "pending": state["pending"].int()}
+    for count in (1, 6):
+        tokens = [x[:, :count] for x in (q, k, v)]
+        expected, after = koopman_attention(*tokens, chunk_size=4, initial_state=state, output_final_state=True)
+        found, last = koopman_attention(*tokens, chunk_size=4, initial_state=narrow, output_final_state=True)
+        assert_same({"y": found, **last}, {"y": expected, **after})

@@ -168,7 +168,9 @@ def initial_memory(
             got = tuple(state[name].shape) if name in state else "nothing"
             raise ValueError(f"initial_state[{name!r}] must be {shape}; got {got}")
     dtype = compute_dtype(k)
-    return KoopmanMemory.from_state({name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()})
+    return KoopmanMemory.from_state(
+        {name: x.to(dtype) if x.is_floating_point() else x.long() for name, x in state.items()}
+    )
 
 
 def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "causal") -> KoopmanState:
