@@ -296,6 +296,14 @@ def test_an_edited_run_is_refused_by_name(place, changes, message, refused):
     assert sorted(place.rglob("*")) == before
 
 
+def test_a_run_is_no_comparison_that_is_damaged(tmp_path):
+    write_text(tmp_path / "config.json", '{"format": 1}')
+    language = "a language run; `halflife train --resume` continues one"
+    for run, said in (('{"context": 8}', language), ("{}", "a task run")):
+        write_text(tmp_path / "run.json", run)
+        assert_raises(ValueError, f"holds no comparison, but {said}", comparison.Comparison.load, tmp_path)
+
+
 def test_a_command_that_is_refused_leaves_no_versions(place, refused):
     """The corrected command then finds an empty folder, and `versions.json` names the command that trained."""
     assert "fewer than a context of 1000" in refused("train", *TRAIN, "--context", "1000", "--batch-size", "1")
@@ -388,8 +396,14 @@ def test_a_model_that_diverged_has_no_text_and_no_scores(place, refused):
     assert "temperature" in refused("generate", "sound", "abc", "--temperature", "nan")
     model.norm.weight.data[3] = math.nan
     checkpoint.save(model, "model")
-    for arguments in (["generate", "model", "abc"], ["eval", "model", "--tasks", "niah_single_1", "--lengths", "600"]):
-        assert "the model in model has diverged: norm.weight holds numbers that are not finite" in refused(*arguments)
+    (place / "a.txt").write_text("some text")
+    for arguments in (
+        ["generate", "model", "abc"], ["eval", "model", "--tasks", "niah_single_1", "--lengths", "600"],
+        ["look", "model", "--text", "a.txt"], ["train", "--from", "model", "--data", "text", "--tokens", "64"],
+    ):  # fmt: skip
+        said = refused(*arguments)
+        assert "the model in " in said
+        assert "model has diverged: norm.weight holds numbers that are not finite" in said
     session = Session(model.eval()).feed("abc")
     assert_raises(ValueError, "the logits of the model are not finite", next, session.sample(1, temperature=0))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json
-from halflife.models.load import load_any
+from halflife.models.load import check_finite, load_any
 
 if TYPE_CHECKING:
     from halflife.data.tokenizers import Tokenizer
@@ -19,12 +19,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
     """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`.
 
-    With `quantize` "int8" its weights are int8. A weight that is not finite is a ValueError, because the scores and
-    texts of such a model would look like those of a bad one.
+    With `quantize` "int8" its weights are int8. A weight that is not finite is a ValueError.
     """
     model = load_any(folder)
-    if bad := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
-        raise ValueError(f"the model in {folder} has diverged: {bad[0]} holds numbers that are not finite")
+    check_finite(model, folder)
     if quantize == "int8":
         from halflife.export import int8
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, read_json_object
 from halflife.models.checkpoint import is_ours, load
@@ -45,6 +46,12 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
         return assemble(*SOURCES[kind](config, Checkpoint(folder))).to(device)
     except RuntimeError as error:
         raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
+
+
+def check_finite(model: nn.Module, folder: str | Path) -> None:
+    """Raise a ValueError if a weight is not finite: what such a model says would look like the words of a bad one."""
+    if bad := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+        raise ValueError(f"the model in {folder} has diverged: {bad[0]} holds numbers that are not finite")
 
 
 def configurations(folders: Sequence[str]) -> list[ModelConfig]:

@@ -13,7 +13,7 @@ from torch import nn
 from halflife.data.hub import model_name, no_model
 from halflife.files import sha256_of
 from halflife.models import LanguageModel, ModelConfig
-from halflife.models.load import load_any
+from halflife.models.load import check_finite, load_any
 
 TOKEN_PARAMETERS = ("embedding.weight", "head.weight")  # parameters with one row for each token
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")  # of a model on the hub
@@ -45,7 +45,9 @@ def start_of(source: str, vocab_size: int) -> tuple[ModelConfig, str, str, int]:
     tokens in the folder.
     """
     folder = local_folder(source).resolve()
-    config = load_any(folder).config
+    model = load_any(folder)
+    check_finite(model, folder)
+    config = model.config
     grown = replace(config, vocab_size=max(vocab_size, config.vocab_size))
     return grown, str(folder), digest(folder), config.vocab_size
 

@@ -18,16 +18,20 @@ from halflife.analysis.look.observe import Place, Take, reading_of
 from halflife.analysis.readable import Readable
 from halflife.files import CONFIG_JSON, read_json_object
 from halflife.models.convert import MIXERS, take_mixer
-from halflife.models.load import convertible, load_any
+from halflife.models.load import check_finite, convertible, load_any
 
 
 def load_for_lens(folder: Path, device: torch.device | str = "cpu") -> Readable:
     """Load a model: ours, one that is converted as a whole, or one of transformers whose mixers are converted.
 
-    The errors are those of `load_any` and `load_foreign`.
+    The errors are those of `load_any`, `check_finite` and `load_foreign`.
     """
     kind = str(read_json_object(folder / CONFIG_JSON, optional=True).get("model_type"))
-    return load_foreign(folder, device) if has_readings(kind) and not convertible(kind) else load_any(folder, device)
+    if has_readings(kind) and not convertible(kind):
+        return load_foreign(folder, device)
+    model = load_any(folder, device)
+    check_finite(model, folder)
+    return model
 
 
 def has_readings(model_type: str) -> bool:

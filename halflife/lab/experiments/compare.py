@@ -13,11 +13,11 @@ from typing import Any
 from halflife import extensions
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.trust import check_origin, sign
-from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, read_json_object, write_json
+from halflife.files import CONFIG_JSON, RESULT_JSON, RUN_JSON, read_json, read_json_object, write_json
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.lab.experiments.overrides import check_parts
 from halflife.registry import unknown
-from halflife.runs.folder import check_content
+from halflife.runs.folder import FolderKind, check_content, folder_kind
 from halflife.runs.one import CellConfig, training_device
 from halflife.runs.records import COMPARISON
 from halflife.runs.sweep import Cell, Runner, RunsFailed, count_runs, create_sweep, first_cells, one_by_one, run_sweep
@@ -54,6 +54,9 @@ class Comparison:
         if not path.exists():
             raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
         config = read_json_object(path)
+        if (folder / RUN_JSON).is_file():
+            command = "; `halflife train --resume` continues one" * (folder_kind(folder) is FolderKind.LANGUAGE_RUN)
+            raise ValueError(f"{folder} holds no comparison, but a {folder_kind(folder).value}{command}")
         if "settings" not in config or "experiment" not in config:
             raise ValueError(f"{path} is damaged: it has no settings or no experiment")
         check_content(path, config, COMPARISON)
