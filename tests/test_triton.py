@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
-from halflife.ops.backends.triton import gates, segments
+from halflife.ops.backends.triton import gates, launch, segments
 from halflife.ops.backends.triton import run as run_kernels
 from halflife.ops.backends.triton.delta import host as delta
 
@@ -304,6 +304,7 @@ def put_cards(monkeypatch, *cards):
         monkeypatch.setattr(torch.cuda, name, exchange)
     for module in (segments, gates):
         monkeypatch.setattr(module, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_target", launch._target.__wrapped__)
     driver = SimpleNamespace(get_current_target=lambda: cards[current[0]])
     monkeypatch.setattr(segments.triton.runtime, "driver", SimpleNamespace(active=driver))
     return current

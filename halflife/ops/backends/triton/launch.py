@@ -38,9 +38,18 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
 def target_of(x: Tensor) -> Any:
     """The kind of GPU that a tensor is on (backend and arch), which need not be the current one."""
-    with torch.cuda.device_of(x):
-        target: Any = triton.runtime.driver.active.get_current_target()
-    return target
+    return _target(x.device) if x.is_cuda else _current()
+
+
+@cache
+def _target(device: torch.device) -> Any:
+    """The kind of a GPU. Host code asks for it several times a launch, and the driver takes microseconds."""
+    with torch.cuda.device(device):
+        return _current()
+
+
+def _current() -> Any:
+    return triton.runtime.driver.active.get_current_target()
 
 
 @cache
