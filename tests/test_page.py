@@ -104,6 +104,24 @@ def drawn(page, selector):
     )
 
 
+def test_places_on_an_axis_are_not_rounded_to_others(shown):
+    """A decay of 0.99962 is not 1, and a step has all of its digits."""
+    places = shown.page.evaluate(
+        """() => {
+          const box = document.body.appendChild(document.createElement("details"));
+          const layout = { xaxis: { title: { text: "λ" } }, yaxis: {} };
+          const data = [{ name: "a", x: [0.99962, 1234567], y: [1, 2] }];
+          const fill = report.tables(box, () => [{ title: "loss", data, layout }]);
+          box.open = true;
+          fill();
+          const found = [...box.querySelectorAll("tbody th")].map((cell) => cell.textContent);
+          box.remove();
+          return found;
+        }"""
+    )
+    assert places == ["0.99962", "1,234,567"]
+
+
 def draw_everything(page):
     for plot in page.locator(".plot").all():
         plot.scroll_into_view_if_needed()

@@ -20,12 +20,14 @@ from halflife.report.figures import comparison
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison import length as length_by_model
 from halflife.report.figures.comparison_spectrum import spectrum
-from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Series
+from halflife.report.figures.data import SLOWEST, Axis, FigureData, HeatMap, Panel, Series, seed_series
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
+from halflife.report.figures.spectrum import timescales
 from halflife.report.page import render
 from halflife.report.page.comparison import _table, about, findings, not_learned
 from halflife.report.page.plotly_renderer import plot
+from halflife.report.page.spectrum import explorer_of_measurements
 from halflife.report.redraw import run_figures, save_figures, write_report
 from halflife.report.style import model_styles, run_styles
 from halflife.report.table import show
@@ -479,6 +481,63 @@ def test_diverged_seed_is_told(tmp_path):
     assert "mean of 1 of 2" in text
     assert "mamba2 is best with 59.7 %" in text
     assert "gla with 46.2 % (1 of 2 seeds" in text
+
+
+def test_a_run_that_diverged_has_a_report(tmp_path):
+    """Its gates and its time-scales are no numbers, which the files have as null. No rate of it is selected."""
+    folder = make_run(tmp_path / "run", models=("mamba2", "gla"), seeds=(0,))
+    rows = list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
+    with (folder / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows[: len(rows) // 2])
+        writer.writerows({**row, "accuracy": "", "selected": False} for row in rows[len(rows) // 2 :])
+    lost = folder / "gla" / "lr0.01-seed0"
+    write_json(lost / "result.json", {"parameters": 1, "validation": None, "diverged": "the loss is nan at step 420"})
+    gates = {name: {"reset_rate": 0.5, "segment_length": 2.0, "slow_share": None} for name in ("a", "b")}
+    with (lost / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 420, "loss": None, "gates": gates}) + "\n")
+    saved = json.loads((lost / "spectrum.json").read_text())
+    saved["layers"][0]["trained"]["timescales"]["1"][0] = None
+    write_json(lost / "spectrum.json", saved)
+    text = " ".join(Page(write_report(folder).read_text()).text.split())
+    assert "gla every run diverged" in text
+    assert "What the slow gates do" in text
+    one = next(one for one in results.read(folder).trainings if one.model == "gla")
+    assert math.isnan(one.spectrum["layers"][0]["trained"]["timescales"]["1"][0])
+    (panel,) = [panel for panel in comparison.gates({"gla": [one]}).panels if "energy" in panel.title]
+    assert math.isnan(panel.series[0].y[0])
+
+
+def test_the_explorer_knows_the_length_of_each_model():
+    """Models that were trained at different lengths stand on one page of `halflife spectrum`."""
+
+    def measured(name: str, positions: list[int]) -> dict:
+        spectra = {str(t): {"timescales": [float(t)]} for t in positions}
+        return {
+            "model": name,
+            "channels": "heads",
+            "positions": positions,
+            "layers": [{"layer": 0, "spectra": spectra}],
+        }
+
+    models = [measured("a", [1, 64, 256, 1024]), measured("b", [1, 512, 2048, 8192]), measured("c", [1])]
+    page = explorer_of_measurements(models, None)
+    assert [(one["length"], one["positions"][-1]) for one in page["models"]] == [(64, 1024), (512, 8192), (64, 1024)]
+
+
+def test_infinite_timescales_are_drawn_at_the_limit():
+    """Files have null for them, as for a slow state that no token of the text resets."""
+    spectra = {"1": {"timescales": [2.0, 3.0]}, "text": {"timescales": [None, 3.0]}}
+    model = {"model": "a", "channels": "heads", "positions": [1], "layers": [{"layer": 0, "spectra": spectra}]}
+    _, text = timescales({"models": [model]}).panels[0].series
+    assert list(text.y) == [SLOWEST, 3.0]
+
+
+def test_a_mean_says_how_many_seeds_have_values():
+    curves = {seed: ([1, 2], [y, y]) for seed, y in enumerate((0.5, 0.7, math.nan))}
+    *_, average = seed_series("a", model_styles(["a"])["a"], curves)
+    assert (average.note, average.y) == (", mean of 2 of 3 seeds", [0.6, 0.6])
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     # A number that was not finite is null in the file: the loss after a divergence, or a speed that nobody measured.
     for numbers in (result, *result.get("tests", ()), *result.get("lengths", ())):
         numbers |= {name: number(numbers[name]) for name in NUMBERS if name in numbers}
-    return result
+    return result | ({"positions": without_null(result["positions"], math.nan)} if "positions" in result else {})
 
 
 def _read_metrics(path: Path, finished: bool) -> list[dict[str, Any]]:
@@ -200,10 +200,11 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
         rate, seed = float(name[1]), int(name[2])
         finished = (model, rate, seed) in ended
         spectrum: dict[str, Any] = {}
-        if (file := path / SPECTRUM_JSON).exists() or (tasks and finished):
-            # A channel that never decays has the time-scale infinity, which JSON cannot hold.
-            spectrum = without_null(check_content(file, _present(read_json, file), SPECTRUM), math.inf)
         result = read_result(path) if (path / RESULT_JSON).exists() else {}
+        if (file := path / SPECTRUM_JSON).exists() or (tasks and finished):
+            # JSON holds neither the time-scale of a channel that never decays, nor those of a model that diverged.
+            unknown = math.nan if "diverged" in result else math.inf
+            spectrum = without_null(check_content(file, _present(read_json, file), SPECTRUM), unknown)
         metrics = _read_metrics(path / METRICS_JSONL, finished)
         positions = result.get("positions", []) if tasks else []
         trainings.append(Training(path, model, rate, seed, metrics, spectrum, positions, result.get("lengths", [])))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from halflife.files import NUMBER, write_csv
+from halflife.files import NUMBER, without_null, write_csv
 
 # What the files of a run must hold, see `files.fits`.
 LENGTH = range(1, 1 << 53)  # tokens
@@ -168,7 +168,7 @@ class Training:
 
     def gates(self) -> list[tuple[int, dict[str, dict[str, float]]]]:
         """Pairs of a step and the gate statistics of every layer since the step before (`layers.gate_statistics`)."""
-        statistics = {line["step"]: line["gates"] for line in self.metrics if "gates" in line}
+        statistics = {line["step"]: without_null(line["gates"], math.nan) for line in self.metrics if "gates" in line}
         return sorted(statistics.items())
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from halflife.files import write_csv
+from halflife.files import finite, write_csv
 from halflife.runs.folder import read
 
 POSITIONS_CSV = "positions.csv"  # accuracy and loss of each seed, by span of positions
@@ -36,4 +36,4 @@ def write_gates(folder: Path) -> None:
         for _, last in one.gates()[-1:] for layer, found in enumerate(last.values())
     ]  # fmt: skip
     if rows:
-        write_csv(folder / GATES_CSV, list(rows[0]), (list(row.values()) for row in rows))
+        write_csv(folder / GATES_CSV, list(rows[0]), (finite(list(row.values())) for row in rows))

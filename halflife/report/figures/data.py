@@ -217,8 +217,10 @@ def seed_series(model: str, style: ModelStyle, curves: Mapping[int, Curve]) -> l
     values = [dict(zip(*curve, strict=True)) for curve in curves.values()]
     shared = sorted(set.intersection(*map(set, values)))
     average = [mean(at[x] for at in values) for x in shared]
+    whole = sum(any(map(math.isfinite, y)) for _, y in curves.values())  # the others diverged
+    of = f"{len(curves)}" if whole == len(curves) else f"{whole} of {len(curves)}"
     thin = [Series(f"{model}, seed {seed}", model, style, *curve, weight="thin") for seed, curve in curves.items()]
-    return [*thin, Series(model, model, style, shared, average, note=f", mean of {len(curves)} seeds")]
+    return [*thin, Series(model, model, style, shared, average, note=f", mean of {of} seeds")]
 
 
 def length_ticks(lengths: Sequence[float]) -> dict[float, str]:

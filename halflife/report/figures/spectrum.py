@@ -84,10 +84,7 @@ def _by_place(model: Data, layer: Data) -> dict[str, np.ndarray]:
     positions = model["positions"]
     named = dict(zip(("1", "T", "16T"), (positions[0], *positions[1:2], *positions[3:4]), strict=False))
     keys = {**{name: str(t) for name, t in named.items()}, "text": "text", "slow text": "slow text"}
-    scales = {
-        name: np.array(layer["spectra"][key]["timescales"], dtype=float)
-        for name, key in keys.items() if key in layer["spectra"]
-    }  # fmt: skip
+    scales = {name: _scales(layer["spectra"][key]) for name, key in keys.items() if key in layer["spectra"]}
     if all(np.array_equal(scales["1"], scales.get(name, scales["1"]), equal_nan=True) for name in ("T", "16T")):
         return {name: values for name, values in scales.items() if name not in ("T", "16T")}
     return scales
@@ -193,7 +190,10 @@ def density(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _log_timescales(layer: Data) -> np.ndarray:
-    """log10 of the base time-scales at position 1. None and NaN, which files have for infinity, are infinite."""
-    scales = next(iter(layer["spectra"].values()))["timescales"]
-    known = np.nan_to_num(np.array(scales, dtype=float), nan=np.inf, posinf=np.inf)
-    return np.log10(np.clip(known, FASTEST, SLOWEST))
+    """log10 of the base time-scales at position 1."""
+    return np.log10(_scales(next(iter(layer["spectra"].values()))).clip(FASTEST, SLOWEST))
+
+
+def _scales(spectrum: Data) -> np.ndarray:
+    """Time-scales `[N]`. None and NaN, which files have for infinity, are infinite."""
+    return np.nan_to_num(np.array(spectrum["timescales"], dtype=float), nan=np.inf, posinf=np.inf)

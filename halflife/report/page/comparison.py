@@ -100,7 +100,7 @@ def _finding(run: Comparison, test: str) -> str:
     at = _varied(run, test, length)
     task = f"In the test {test} at " + (f"a median lag of {at} tokens" if test == LAG else f"length {at}")
     if not ranked:
-        return f"{task}, there are no numbers yet."
+        return f"{task}, every run diverged."
     shortcut = mean(score.shortcut_accuracy for score in run.scores if (score.test, score.length) == (test, length))
     best, *others = ranked
     if any(mean(seeds[model]) > shortcut for model in ranked):
@@ -188,7 +188,8 @@ def rows_of_models(run: Comparison, columns: list[Column], measure: str) -> list
         if len(seeds) == 1:  # its row would repeat the mean
             rows += [[Cell(model, note=f"seed {seeds[0]}{', diverged' if diverged else lost}"), *means], GAP]
             continue
-        rows.append([Cell(model, note=f"mean of {counted}{lost}" if seeds else "no results"), *means])
+        nothing = "every run diverged" if any(score.model == model for score in run.scores) else "no results"
+        rows.append([Cell(model, note=f"mean of {counted}{lost}" if seeds else nothing), *means])
         for seed in seeds:
             rows.append([f"seed {seed}", *(_cell(c, run.mean(model, c.column, **c.where, seed=seed)) for c in columns)])
         rows.append(GAP)

@@ -70,7 +70,7 @@ const report = (() => {
 
   const sized = new ResizeObserver((entries) => {
     for (const { target } of entries)
-      if (drawn(target) && target.layout.width !== target.clientWidth)
+      if (drawn(target) && target.clientWidth && target.layout.width !== target.clientWidth) // a hidden frame has no width
         Plotly.relayout(target, { width: target.clientWidth });
   });
 
@@ -143,7 +143,7 @@ const report = (() => {
     const percent = (layout.yaxis.tickformat ?? "").includes("%") || data.some((one) => /:\.\d%/.test(one.hovertemplate));
     const columns = data.map((one) => new Map(one.x.map((x, i) => [x, one.y[i]])));
     const xs = [...new Set(data.flatMap((one) => one.x))].sort((a, b) => a - b);
-    const rows = xs.map((x) => [x.toLocaleString("en"), ...columns.map((own) => number(own.get(x), percent))]);
+    const rows = xs.map((x) => [Number.isInteger(x) ? x.toLocaleString("en") : number(x), ...columns.map((own) => number(own.get(x), percent))]);
     return table(title, [layout.xaxis.title.text, ...data.map((one) => one.name)], rows);
   }
 

@@ -3,12 +3,12 @@
 (() => {
   const { page, find, byId, make, number, place, table, tables } = report;
   if (!page.spectra) return;
-  const { length, models, names } = page.spectra;
+  const { models, names } = page.spectra;
   const [model, layer, position] = [byId("model"), byId("layer"), byId("position")];
   const SHOWN = 12; // lines of the response
   const LAGS = 60;
   const SLOW = [0, 114, 178], FAST = [230, 159, 0]; // blue and orange differ for colour-blind readers too
-  let entry, own, known, sums; // sums are those of the channels that were shown
+  let entry, length, own, known, sums; // sums are those of the channels that were shown
 
   const at = (rows) => rows && rows[Math.min(Number(position.value), rows.length - 1)];
   const evenly = (items, count) =>
@@ -31,6 +31,7 @@
 
   function chooseModel() {
     entry = models[Number(model.value)];
+    length = entry.length;
     const kept = layer.value;
     layer.replaceChildren(...entry.layers.map((one, i) => make("option", `${one.layer}`, { value: i })));
     if (entry.layers[kept]) layer.value = kept;

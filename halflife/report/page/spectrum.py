@@ -40,17 +40,17 @@ def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | No
         train_length: T, tokens.
 
     Returns:
-        `{"length": T, "names": {"filled", "hollow", "column", "caption"}, "models": [model, …]}`, where a model is
-        `{"model", "label", "positions", "channels", "note", "layers"}`. A layer is
+        `{"names": {"filled", "hollow", "column", "caption"}, "models": [model, …]}`, where a model is
+        `{"model", "label", "length", "positions", "channels", "note", "layers"}`, with T as its length. A layer is
         `{"layer", "total", "channels", "trained", "initial", "taper"}`: how many channels it has, the numbers (from 1)
         of those shown, and their time-scales (tokens). There is one row of time-scales for each position, or a single
         row if they are the same at all positions. "initial" and "taper" (PoST's α) are None where they are unknown.
     """
     models = [
-        {"model": model, "label": f"{model}, seed {one.seed}", **spectrum}
+        {"model": model, "label": f"{model}, seed {one.seed}", "length": train_length, **spectrum}
         for model, seeds in trainings.items() for one in seeds if (spectrum := _spectrum(one, train_length)) is not None
     ]  # fmt: skip
-    return {"length": train_length, "names": TRAINED, "models": models} if models and train_length else None
+    return {"names": TRAINED, "models": models} if models and train_length else None
 
 
 def explorer_of_measurements(models: Sequence[Mapping[str, Any]], length: int | None) -> dict[str, Any] | None:
@@ -58,27 +58,27 @@ def explorer_of_measurements(models: Sequence[Mapping[str, Any]], length: int | 
 
     Args:
         models: `ModelMeasurement.to_dict()` of models with a decay.
-        length: tokens of a sequence of the text, which is T where no training length is known.
+        length: tokens of a sequence of the text, which is T where no model's training length is known.
 
     Returns:
         See `explorer`. "trained" has the time-scales at zero input and "initial" those on the text, as the names say.
         It is None also without any T.
     """
-    lengths = [model["positions"][1] for model in models if len(model["positions"]) > 1]
-    train_length = next(iter(lengths), length)
-    if not models or train_length is None:
+    known = next((model["positions"][1] for model in models if len(model["positions"]) > 1), length)
+    if not models or known is None:
         return None
     entries = []
     for model in models:
+        train_length = model["positions"][1] if len(model["positions"]) > 1 else known
         layers = [_measured_layer(layer, model["positions"]) for layer in model["layers"]]
         note = _thinning_note(layers, model["channels"])
         moving = any(len(layer["trained"]) > 1 for layer in layers)
         entries.append({
-            "model": model["model"], "label": model["model"],
+            "model": model["model"], "label": model["model"], "length": train_length,
             "positions": model["positions"] if moving else grid(train_length),
             "channels": model["channels"], "note": note, "layers": layers,
         })  # fmt: skip
-    return {"length": train_length, "names": ON_TEXT, "models": entries}
+    return {"names": ON_TEXT, "models": entries}
 
 
 def _measured_layer(layer: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
