@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from halflife.analysis.diagnosis import Allowed, what_is_allowed
+from halflife.analysis.look import HeadLens
+from halflife.analysis.look.lens import Head
+from halflife.analysis.look.measured import Measured
+from halflife.analysis.look.observe import Place
 from halflife.cli import main
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.tables import diagnosis
@@ -79,5 +83,19 @@ def test_verdicts(horizons, words):
 
 def test_what_is_lost_was_overwritten_or_faded():
     """Of two writes in the first half, one lost three quarters: two of four parts to the decay, one to other tokens."""
-    lost, overwritten = lost_by(np.array([0.25, 1, 0, 0]), np.array([0.5, 1, 0, 0]))
-    assert (lost, overwritten) == (pytest.approx(0.75 / 2), pytest.approx(0.25 / 0.75))
+    left, faded = ([0.25, 1, 0, 0], [0.5, 1, 0, 0])
+    assert lost_by(head([3], [left], [faded]), [4]) == (pytest.approx(0.75 / 2), pytest.approx(0.25 / 0.75))
+
+
+def test_what_is_lost_of_documents_is_lost_at_their_own_ends():
+    """The second document begins without a state, which is no loss of the first one."""
+    left = [[0.25, 1, 0, 0, 0, 0], [0] * 4 + [0.5, 0]]
+    faded = [[0.5, 1, 0, 0, 0, 0], [0] * 4 + [0.5, 0]]
+    lost, overwritten = lost_by(head([3, 5], left, faded), [4, 2])
+    assert (lost, overwritten) == (pytest.approx(1.25 / 3), pytest.approx(0.25 / 1.25))
+
+
+def head(cursors, left, faded):
+    left, faded, none = (Measured(np.array(grid), "", "1", ()) for grid in (left, faded, []))
+    one = Head(Place(0), 0, "delta_rule", 1.0, 2, 0.5, (0, 0))
+    return HeadLens(one, np.array(cursors), left, faded, none, none, None)

@@ -30,8 +30,10 @@ from halflife.ops.backends import dispatch
 from halflife.ops.log_linear.rows import levels
 from halflife.ops.spec import OPS
 from halflife.report.look import find_pairs
-from halflife.report.look_picture import EDGE, SHARPNESS, WIDTH, cells, mixed
+from halflife.report.look_picture import EDGE, SHARPNESS, WIDTH, cells, drawable, mixed
 from halflife.report.page.look import LARGEST_PAGE
+from halflife.report.tables.look import look_table
+from halflife.tasks import build
 
 T, H, K, V = 11, 4, 6, 5
 EXACT = 1e-10  # in float64; the errors measured are below 1e-14
@@ -292,6 +294,23 @@ def test_half_lives_are_those_of_constant_decays():
     assert half_lives(left[:, :2], age[:2]).item() == float("inf")
 
 
+def test_a_model_that_diverged_is_refused():
+    model = tiny("mamba2")
+    model.embedding.weight.data.fill_(float("nan"))
+    message = "no layer can be shown: layer 0: its values are no numbers, as after a training that diverged"
+    assert_raises(ValueError, message, look, model, torch.arange(8))
+
+
+def test_half_lives_of_documents_lie_beyond_their_own_halves():
+    """Attention forgets nothing, and of a document of ten tokens no more than that is known."""
+    model, ids = tiny("llama"), torch.arange(20)
+    assert {one.beyond for one in look(model, ids).heads} == {10}
+    lens = look(model, ids, documents=(10, 10))
+    assert {one.beyond for one in lens.heads} == {5}
+    assert {row[3] for row in look_table(lens).rows} == {">5"}
+    assert {9, 19} <= set(next(lens.details(lens.heads, cursors=2)).cursors.tolist())
+
+
 def test_koopman_layers_beside_a_mixer_have_details():
     lens = look(tiny("mamba2+ska").float(), torch.randint(0, 64, (70,)))
     head = next(one for one in lens.heads if one.kind == "koopman_attention")
@@ -357,6 +376,15 @@ def test_pairs_are_found_and_marked():
     assert (known.written, known.asked, known.value, known.known) == (3, 6, "41", True)
     assert known.probability == pytest.approx(float(logits[6].softmax(0)[41]), abs=1e-4)
     assert (forgotten.written, forgotten.asked, forgotten.known) == (1, 8, False)
+    words = build("s5", length=8, group="s3").generate(1, 0)  # asked at every token from the first one on
+    assert all(pair.asked > 1 for pair in find_pairs(words.inputs[0], words.labels[0], torch.zeros(8, 6)))
+
+
+def test_pictures_have_no_control_characters():
+    """XML refuses most of them, and no font draws them."""
+    (cell,) = cells(["a\x00\x1b\tb\r\n"], gaps=False)
+    assert cell.text == "a·· b·↵"
+    assert drawable("\x01\ud800é\uffff") == "··é·"
 
 
 def test_the_command(tmp_path, capsys):

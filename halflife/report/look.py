@@ -159,8 +159,8 @@ def find_pairs(inputs: Tensor, labels: Tensor, logits: Tensor) -> list[Pair]:
     """
     pairs, chances = [], logits.softmax(-1)
     for asked in (labels >= 0).nonzero().flatten().tolist():
-        value = int(labels[asked])
-        there = (inputs[: asked - 1] == inputs[asked]) & (inputs[1:asked] == value)
+        value, before = int(labels[asked]), inputs[:asked]
+        there = (before[:-1] == inputs[asked]) & (before[1:] == value)
         if there.any():
             written = int(there.nonzero().max()) + 1
             known = int(logits[asked].argmax()) == value

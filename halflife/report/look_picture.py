@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,6 +20,8 @@ SIZE, WIDTH, HEIGHT, EDGE = 14, 8.43, 21, 16  # of the font, a character, a line
 SHARPNESS = 2  # pixels of a PNG for one of these
 FRAMES, SECONDS = 100, 10
 PICTURES, FILMS = (".png", ".svg"), (".webp", ".png", ".gif")
+# Characters that no font draws, and some of which XML refuses.
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 SOFT, LEFT = "#59636e", COLOURS[5]
 
 
@@ -41,11 +44,16 @@ class Scene:
     texts: Sequence[tuple[float, float, str, str]]
 
 
+def drawable(text: str) -> str:
+    """A text with dots in the place of control characters, and a space in that of a tab."""
+    return CONTROLS.sub("·", text.replace("\t", " "))
+
+
 def cells(tokens: Sequence[str], gaps: bool) -> list[Cell]:
     """Lay out tokens in lines of `COLUMNS`, with gaps between them where they are numbers."""
     placed, row, column = [], 0, 0
     for i, token in enumerate(tokens):
-        parts = token.split("\n")
+        parts = drawable(token).split("\n")
         for n, part in enumerate(parts):
             text = f"{part}↵" if n < len(parts) - 1 else part
             if column + len(text) > COLUMNS:
@@ -65,11 +73,10 @@ def scene(title: str, layout: Sequence[Cell], shown: Sequence[HeadLens], names: 
     rows = min(ROWS, 1 + max(cell.row for cell in layout))
     first = max(0, last - rows + 1)
     boxes: list[tuple[float, float, float, float, str, str]] = []
-    texts: list[tuple[float, float, str, str]] = [(EDGE, EDGE + SIZE, title, INK)]
+    texts: list[tuple[float, float, str, str]] = [(EDGE, EDGE + SIZE, drawable(title), INK)]
     y = EDGE + 2.0 * HEIGHT
-    longest = len(shown[0].left.values[0]) // 2
     for one, name in zip(shown, names, strict=True):
-        life = token_count(one.head.half_life, longest)
+        life = token_count(one.head.half_life, one.head.beyond)
         texts.append((EDGE, y + SIZE, f"{name} head ({one.head}): half of a write is left after {life} tokens", SOFT))
         y += 1.25 * HEIGHT
         for cell in layout:

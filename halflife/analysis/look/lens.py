@@ -29,8 +29,9 @@ class Head:
     head: int  # its index, from 0
     kind: str  # the op, as "delta_rule", or "attention"
     # tokens after which half of a write is left, the median over writes of the first half of the text. It is infinite
-    # if it lies beyond the other half.
+    # if it lies beyond the other half. Of several documents, these are the halves of each.
     half_life: float
+    beyond: int  # the tokens beyond which a half-life lies that is infinite
     kept: float  # the mean share of these writes that is left at the end of the text
     stored: tuple[int, int]  # the bytes that the head stores of a text, and those that it stores for each token
 
@@ -83,7 +84,7 @@ class Lens:
         return sorted(self.heads, key=lambda one: (-one.half_life, -one.kept))
 
     def details(self, heads: Sequence[Head], cursors: int = MOST_CURSORS) -> Iterator[HeadLens]:
-        """Read the text again, and yield the numbers of heads, layer by layer.
+        """Read the text again, and yield the numbers of heads, layer by layer, also at the ends of documents.
 
         One head at a time needs memory for two matrices of T × T.
         """
@@ -98,7 +99,8 @@ class Lens:
 
         for ids in self.ids.split(self.documents):
             _observe(self.model, ids, keep)
-        at = grid(len(self.ids), cursors)
+        ends = np.cumsum(self.documents) - 1
+        at = np.union1d(grid(len(self.ids), cursors), ends)
         for place in sorted(wanted):
             for index, head in enumerate(wanted[place]):
                 yield _detail(head, [one.of([index]) for one in readings[place]], at)
@@ -117,25 +119,30 @@ def look(model: Readable, ids: Tensor, *, documents: Sequence[int] | None = None
     lengths = (len(ids),) if documents is None else tuple(documents)
     if not len(ids) or sum(lengths) != len(ids) or min(lengths) < 1:
         raise ValueError(f"documents of {lengths} tokens do not make up a text of {len(ids)}")
-    found: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+    found: dict[Place, list[tuple[Tensor, Tensor, Tensor]]] = {}
     kinds: dict[Place, tuple[str, tuple[int, int]]] = {}
+    refused: dict[Place, str] = {}
 
     def measure(place: Place, reading: Reading) -> None:
+        if not reading.sizes.isfinite().all():
+            refused[place] = "its values are no numbers, as after a training that diverged"
+            return
         kinds[place] = reading.kind, reading.stored
-        found.setdefault(place, []).append(fading(reading))
+        lives, kept = fading(reading)
+        found.setdefault(place, []).append((lives, torch.where(lives.isinf(), reading.tokens // 2, lives), kept))
         progress(1)
 
-    refused: dict[Place, str] = {}
     for part in ids.split(lengths):
         refused |= _observe(model, part, measure)
     if not found:
         raise ValueError(f"no layer can be shown: {'; '.join(f'{k}: {v}' for k, v in refused.items())}")
     heads = []
     for place, parts in sorted(found.items()):
-        lives, kept = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
+        lives, least, kept = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
         kind, stored = kinds[place]
-        for h, (life, left) in enumerate(zip(lives.median(1).values.tolist(), kept.mean(1).tolist(), strict=True)):
-            heads.append(Head(place, h, kind, life, left, stored))
+        columns = lives.median(1).values, least.median(1).values.int(), kept.mean(1)
+        for h, (life, beyond, left) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            heads.append(Head(place, h, kind, life, beyond, left, stored))
     return Lens(model, ids, lengths, tuple(heads), refused)
 
 

@@ -22,7 +22,7 @@ const lens = (() => {
     return element;
   };
   const percent = x => x >= 0.995 ? "100 %" : x >= 0.0995 ? `${Math.round(100 * x)} %` : x >= 0.0005 ? `${(100 * x).toFixed(1)} %` : "0 %";
-  const life = x => x === null ? `> ${Math.floor(T / 2).toLocaleString("en")}` : x < 10 ? x.toFixed(1) : Math.round(x).toLocaleString("en");
+  const life = ({ half: x, beyond }) => x === null ? `> ${beyond.toLocaleString("en")}` : x < 10 ? x.toFixed(1) : Math.round(x).toLocaleString("en");
   const tokens = n => `${n.toLocaleString("en")} token${n === 1 ? "" : "s"}`;
   const word = i => `“${data.tokens[i].replace(/\n/g, "↵")}”`;
   const begins = i => data.documents.filter(first => first <= i).pop();
@@ -79,7 +79,7 @@ const lens = (() => {
     if (view === "left") {
       let half = 0;
       for (let j = begins(cursor); j <= cursor; j++) half += alpha[j] >= 0.5;
-      return `${place}half or more of the write is left of ${half.toLocaleString("en")} of ${tokens(cursor + 1 - begins(cursor))}. Its half-life is ${life(head.half)} tokens, and it stores ${(head.stored[0] + head.stored[1] * (cursor + 1 - begins(cursor))).toLocaleString("en")} bytes${head.stored[1] ? `, ${head.stored[1]} for each token` : ""}.`;
+      return `${place}half or more of the write is left of ${half.toLocaleString("en")} of ${tokens(cursor + 1 - begins(cursor))}. Its half-life is ${life(head)} tokens, and it stores ${(head.stored[0] + head.stored[1] * (cursor + 1 - begins(cursor))).toLocaleString("en")} bytes${head.stored[1] ? `, ${head.stored[1]} for each token` : ""}.`;
     }
     if (view === "lost") {
       let over = 0, faded = 0;
@@ -120,8 +120,7 @@ const lens = (() => {
   }
 
   function strip() {
-    const lives = data.heads.map(head => head.half).filter(x => x !== null);
-    const top = Math.log(Math.max(T / 2, ...lives) + 1);
+    const top = Math.log(Math.max(T / 2, ...data.heads.map(head => head.half ?? 0)) + 1);
     const rows = new Map();
     at("strip").replaceChildren();
     data.heads.forEach((head, i) => rows.set(head.layer, [...(rows.get(head.layer) || []), i]));
@@ -130,10 +129,10 @@ const lens = (() => {
       row.append(make("th", { scope: "row" }, layer));
       for (const i of heads) {
         const head = data.heads[i], index = details.findIndex(d => d.head === i);
-        const cell = make("td"), name = `${head.name}, half-life ${life(head.half)} tokens`;
-        const button = index < 0 ? make("div", { title: name }, life(head.half))
-          : make("button", { type: "button", title: name, "aria-label": name, "aria-pressed": "false" }, life(head.half));
-        button.style.setProperty("--a", (Math.log((head.half ?? T / 2) + 1) / top).toFixed(3));
+        const cell = make("td"), name = `${head.name}, half-life ${life(head)} tokens`;
+        const button = index < 0 ? make("div", { title: name }, life(head))
+          : make("button", { type: "button", title: name, "aria-label": name, "aria-pressed": "false" }, life(head));
+        button.style.setProperty("--a", (Math.log((head.half ?? head.beyond) + 1) / top).toFixed(3));
         if (index >= 0) button.addEventListener("click", () => choose(index));
         button.dataset.index = index;
         cell.append(button);
@@ -196,7 +195,7 @@ const lens = (() => {
     at("lens").hidden = false;
     choice.replaceChildren(...details.map((d, i) => {
       const head = data.heads[d.head];
-      return make("option", { value: i }, `${d.label ? `${d.label}: ` : ""}${head.name} (${life(head.half)} tokens)`);
+      return make("option", { value: i }, `${d.label ? `${d.label}: ` : ""}${head.name} (${life(head)} tokens)`);
     }));
     document.querySelector(`[name=view][value=${view}]`).checked = true;
     strip();

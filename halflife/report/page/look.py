@@ -129,7 +129,10 @@ def _room(tokens: int, heads: int, budget: int) -> tuple[int, int]:
 def _head(head: Head) -> dict[str, Any]:
     half = None if math.isinf(head.half_life) else round(head.half_life, 2)
     layer = f"{head.place.layer}{' +' if head.place.part else ''}"
-    return {"name": str(head), "layer": layer, "kind": head.kind.replace("_", " "), "half": half, "stored": head.stored}
+    name, kind = str(head), head.kind.replace("_", " ")
+    return {
+        "name": name, "layer": layer, "kind": kind, "half": half, "beyond": head.beyond, "stored": head.stored
+    }  # fmt: skip
 
 
 def _pack(one: HeadLens, listed: int) -> dict[str, Any]:
