@@ -256,6 +256,8 @@ def test_log2_ratio():
 
 def test_lags():
     assert lags_to(16) == [0, 4, 6, 8, 11, 16]
+    assert lags_to(24) == [0, 4, 6, 8, 11, 16, 23, 24]  # the longest lag is measured whatever T is
+    assert lags_to(2) == [0, 2]
 
 
 @pytest.fixture

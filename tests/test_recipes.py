@@ -228,8 +228,9 @@ def test_dry_runs_write_nothing(tmp_path, monkeypatch, capsys, refused):
 
 
 def test_durations():
-    seconds = (0.5, 61, 150, 7200, 86400, 400 * 86400)
-    assert [format_seconds(x) for x in seconds] == ["0.5 s", "61 s", "2.5 min", "2 h", "24 h", "400 days"]
+    seconds = (0.5, 61, 99.7, 150, 60 * 99.6, 7200, 86400, 400 * 86400)
+    words = ["0.5 s", "61 s", "100 s", "2.5 min", "100 min", "2 h", "24 h", "400 days"]
+    assert [format_seconds(x) for x in seconds] == words
 
 
 @pytest.mark.parametrize("name", ["post-lm", "decay-lm", "echo-lm", "gate-rank-lm"])

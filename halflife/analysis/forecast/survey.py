@@ -249,6 +249,6 @@ def _common(ahead: Forecast) -> dict[str, Any]:
 
 
 def lags_to(longest: int) -> list[int]:
-    """Return 0, and two lags in each octave from 4 to the longest."""
-    steps = range(2 * int(math.log2(longest / 4)) + 1) if longest >= 4 else range(0)
-    return [0, *dict.fromkeys(round(4 * 2 ** (i / 2)) for i in steps)]
+    """Return 0, two lags in each octave from 4 to the longest, and the longest."""
+    steps = range(math.floor(2 * math.log2(longest / 4)) + 1) if longest >= 4 else range(0)
+    return [0, *dict.fromkeys([*(round(4 * 2 ** (i / 2)) for i in steps), longest])]

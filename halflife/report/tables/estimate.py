@@ -131,5 +131,5 @@ def format_seconds(seconds: float) -> str:
     """Format a duration with one unit: "42 s", "7.5 min", "3.1 h", "12 days"."""
     for unit, size, limit in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 72)):
         if seconds < limit * size:
-            return f"{seconds / size:.2g} {unit}" if seconds < 100 * size else f"{seconds / size:.0f} {unit}"
+            return f"{seconds / size:.2g} {unit}" if seconds < 99.5 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:,.0f} days"
