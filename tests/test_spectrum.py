@@ -12,7 +12,7 @@ from helpers import assert_raises, tiny
 
 from halflife.analysis.decays import half_life
 from halflife.analysis.forecast.survey import measure_forecasts
-from halflife.analysis.survey import measure_models
+from halflife.analysis.survey import find_models, measure_models
 from halflife.analysis.tables import write_tables
 from halflife.cli import main
 from halflife.data.tokenizers import pieces, read_ids
@@ -64,6 +64,16 @@ def test_labels_tell_models_apart(tmp_path):
     for name in ("config.json", "model.safetensors"):  # of another library
         (tmp_path / "other" / "foreign" / name).write_text('{"model_type": "mamba"}')
     assert list(checkpoints([tmp_path / "other"])) == ["tnl"]
+
+
+def test_models_that_diverged_are_left_out(tmp_path, refused):
+    """Their weights are no numbers, which ended the analysis of the others too."""
+    folders = [checkpoint.save(tiny(name, num_layers=1), tmp_path / name) for name in ("tnl", "simple")]
+    (folders[0] / "result.json").write_text('{"parameters": 1, "validation": null, "diverged": "the loss is nan"}')
+    with pytest.warns(UserWarning, match="the training of tnl diverged, so this is left out"):
+        assert list(find_models([tmp_path])) == ["simple"]
+    for command in ("look", "spectrum", "diagnose"):
+        assert "the training of tnl diverged, so there is nothing to measure" in refused(command, str(folders[0]))
 
 
 def test_a_tokenizer_in_the_folder_of_a_model_is_found(tmp_path):

@@ -19,7 +19,7 @@ from halflife.data.tokenizers import check_ids
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json_object
 from halflife.models import LanguageModel
 from halflife.models.checkpoint import is_ours
-from halflife.models.load import checkpoints, convertible, load_any
+from halflife.models.load import checkpoints, convertible, load_any, without_diverged
 from halflife.models.timescales import granularity, layer_decays
 
 
@@ -98,12 +98,12 @@ def measure_models(
 def find_models(folders: Sequence[Path]) -> dict[str, Path]:
     """Return label → folder or name of the models in and below the folders, and of those on the hub.
 
-    The errors are those of `checkpoints`.
+    The errors are those of `checkpoints` and `without_diverged`.
     """
     hub = [folder for folder in folders if is_hub_name(folder)]
     here = [folder for folder in folders if folder not in hub]
     found = checkpoints(here, lambda kind: convertible(kind) or has_mixers(kind)) if here or not hub else {}
-    return found | {str(name): name for name in hub}
+    return without_diverged(found) | {str(name): name for name in hub}
 
 
 def is_foreign(folder: Path) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halflife.files import CONFIG_JSON, WEIGHTS, read_json, read_json_object
+from halflife.files import CONFIG_JSON, RESULT_JSON, WEIGHTS, read_json, read_json_object
 from halflife.models.checkpoint import is_ours, load
 from halflife.models.config import ModelConfig
 from halflife.models.convert import MIXERS, SOURCES, assemble
@@ -108,6 +109,20 @@ def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = conve
         if len(set(labels)) == len(names):
             return dict(zip(labels, names, strict=True))
     return {str(folder): folder for folder in names}
+
+
+def without_diverged(found: dict[str, Path]) -> dict[str, Path]:
+    """The models of `checkpoints` whose training did not diverge; a warning names the others, which hold no numbers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    results = {label: read_json_object(folder / RESULT_JSON, optional=True) for label, folder in found.items()}
+    if lost := [label for label, result in results.items() if "diverged" in result]:
+        if len(lost) == len(found):
+            raise ValueError(f"the training of {', '.join(lost)} diverged, so there is nothing to measure")
+        warnings.warn(f"the training of {', '.join(lost)} diverged, so this is left out", stacklevel=2)
+    return {label: folder for label, folder in found.items() if label not in lost}
 
 
 def _folders(root: Path) -> Iterator[Path]:

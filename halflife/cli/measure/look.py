@@ -64,7 +64,7 @@ class Look:
         from halflife.analysis.look.foreign import has_readings
         from halflife.cli.options import default_device, open_page, progress_bar
         from halflife.extras import require
-        from halflife.models.load import checkpoints
+        from halflife.models.load import checkpoints, without_diverged
         from halflife.registry import unknown
         from halflife.report.tables.look import look_table
         from halflife.training.start import local_folder
@@ -77,7 +77,7 @@ class Look:
 
             check_suffixes(self.picture, self.film)
         root = local_folder(self.folder)
-        found = checkpoints([root], has_readings)
+        found = without_diverged(checkpoints([root], has_readings))
         label = _best_label(root, self.model, found) if self.model else next(iter(found))
         if label not in found:
             raise unknown("model", label, [*found])
