@@ -98,7 +98,10 @@ def released_tpe(name):
     paper_tpe(name)
     layer = toeplitz(name)
     assert {key for key, _ in layer.named_children()} == {"kernel", "norm", "out_proj"}
-    return ("a norm over all heads and a projection",)
+    weight, g = layer.kernel()
+    assert (weight == layer.head_dim).all()
+    assert g.exp().tolist() == [0.5] * HEADS
+    return "a norm over all heads and a projection", "a, b = 1 and λ = ½ at the start"
 
 
 def our_tpe(name):

@@ -72,7 +72,8 @@ class ReleasedLearnableTNLDecay(SpectralDecay):
     In the last layer r starts between 4·10⁻⁸ and 5·10⁻⁶, so λ is 1 to five digits. Adam moves r by up to a learning
     rate a step, so λ can leave this start. A log-rate could not: it would have to move by 11 to 16 for λ = 0.8, and the
     paper's learning rates sum to 6. Under PoST the rates are e^p.
-    Source: released code of the Decay paper (xmixers). It learns −r without a bound, which gives λ > 1 where r < 0.
+    Source: released code of the Decay paper (xmixers). It learns −r without a bound, which gives λ > 1 where r < 0, and
+    sets r to 0 after it has computed these rates, although the paper starts TNL-L as TNL.
     """
 
     data_dependent = False

@@ -91,10 +91,14 @@ class TPE(Toeplitz):
 
 
 class HeadDecay(Float32Module):
-    """The vectors a and b and the decay λ = σ(·) of each head, all drawn from a standard normal distribution."""
+    """The vectors a and b and the decay λ = σ(·) of each head.
 
-    def __init__(self, num_heads: int, head_dim: int) -> None:
+    All are drawn from a standard normal distribution, or, if not `drawn`, a and b start at 1 and λ at ½.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, drawn: bool) -> None:
         super().__init__()
+        self.drawn = drawn
         self.read, self.write = (nn.Parameter(torch.empty(num_heads, head_dim)) for _ in range(2))
         self.logit = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
@@ -102,7 +106,9 @@ class HeadDecay(Float32Module):
     @draws
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
-            nn.init.normal_(parameter)
+            nn.init.normal_(parameter) if self.drawn else nn.init.ones_(parameter)
+        if not self.drawn:
+            nn.init.zeros_(self.logit)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """a·b `[H, 1]` and log λ `[H]`."""
@@ -113,16 +119,17 @@ class HeadDecay(Float32Module):
 class PaperTPE(Toeplitz):
     """Toeplitz position encoding with one λ per head: `y_t = Σ_{s ≤ t} (a·b) λ^{t−s} x_s`, head by head.
 
-    A model reads its output in the place of the embeddings. The paper gives no initial values. They are those of
-    `tpe_released`. Source: Decay, §2.2.
+    A model reads its output in the place of the embeddings. The paper gives no initial values. Source: Decay, §2.2.
 
     Args:
         place, run: groups of options. There are H kernels, each for D / H channels. a and b have D / H entries.
     """
 
+    drawn = True  # see `HeadDecay`
+
     def __init__(self, place: Place, run: Run) -> None:
         super().__init__(place, run)
-        self.kernel = HeadDecay(self.num_heads, self.head_dim)
+        self.kernel = HeadDecay(self.num_heads, self.head_dim, self.drawn)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         weight, g = self.kernel()
@@ -133,12 +140,14 @@ class PaperTPE(Toeplitz):
 class ReleasedTPE(PaperTPE):
     """`tpe_paper` with a norm and a projection: `y = RMSNorm(Σ_{s ≤ t} (a·b) λ^{t−s} x_s) W`, norm over all heads.
 
-    The authors of the Decay paper ran it so: their code gives the norm a number of groups, which their RMSNorm ignores.
-    Source: released code of the Decay paper (xmixers).
+    The authors of the Decay paper ran it so: their code gives the norm a number of groups, which their RMSNorm ignores,
+    and draws a, b and λ, which it then sets to their start. Source: released code of the Decay paper (xmixers).
 
     Args:
         place, run: as in `PaperTPE`.
     """
+
+    drawn = False
 
     def __init__(self, place: Place, run: Run) -> None:
         super().__init__(place, run)
