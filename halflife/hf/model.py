@@ -59,7 +59,9 @@ class HalflifePreTrainedModel(PreTrainedModel):
 
         Programs that never import `halflife.hf` can then open the folder with `trust_remote_code=True`.
         """
-        super().save_pretrained(save_directory, *args, **kwargs)
+        # The names in files are those of the model: Trainer and accelerate load them without any conversion, and
+        # leave out a head of another name.
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
         if self.config.auto_map:
             names = sorted(path.partition(".")[2] for path in self.config.auto_map.values())
             text = f"# {install_anywhere('train')}\nfrom halflife.hf import {', '.join(names)}  # noqa: F401\n"

@@ -1,5 +1,6 @@
 """transformers' Trainer and its collators, with their defaults."""
 
+import copy
 import warnings
 
 import pytest
@@ -56,6 +57,25 @@ def test_it_evaluates_and_keeps_the_best_checkpoint(tmp_path):
     losses = [entry["eval_loss"] for entry in fit.state.log_history if "eval_loss" in entry]
     assert fit.state.best_metric == min(losses)
     assert len(losses) == 2
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_training_goes_on_from_a_checkpoint(tied, shards, tmp_path, monkeypatch):
+    """The Trainer loads names as they are in the file, here after its own `save_pretrained`, whole or in shards."""
+    save = HalflifeForCausalLM.save_pretrained
+    monkeypatch.setattr(
+        HalflifeForCausalLM, "save_pretrained", lambda *args, **given: save(*args, **given, max_shard_size=shards)
+    )
+    start, settings = build(tie_embeddings=tied), {"save_strategy": "steps", "save_steps": 1}
+    torch.manual_seed(0)
+    whole = trainer(copy.deepcopy(start), tmp_path, **settings)
+    whole.train()
+    torch.manual_seed(0)  # the same rows
+    again = trainer(start, tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for key, x in again.model.named_parameters():
+        assert torch.equal(x, whole.model.get_parameter(key)), key
 
 
 @pytest.mark.parametrize("name", ["mamba2+post", "rwkv7", "mamba2+ska", "mamba3"])
