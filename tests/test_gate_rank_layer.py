@@ -178,6 +178,24 @@ def test_by_position_agrees_with_the_mean(monkeypatch):
     assert found["loss"] == pytest.approx(losses.mean(0).tolist(), abs=1e-5)
 
 
+def test_a_transform_is_not_counted():
+    """What `torch.func` computes with is dead after it, and would make the next step fail."""
+    model, x = built("mamba2+gate_rank").train(), torch.arange(9)
+    model(x[None])
+
+    def loss(parameters, ids):
+        return torch.func.functional_call(model, parameters, (ids[None],))[0].square().mean()
+
+    grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x.view(3, 3))
+    assert torch.isfinite(grads["embedding.weight"]).all()
+    torch.func.grad(loss)(dict(model.named_parameters()), x)
+    model(x[None])
+    found = gate_statistics(model)
+    model(x[None])
+    for name, alone in gate_statistics(model).items():
+        assert found[name] == pytest.approx(alone)  # two steps have the mean of one
+
+
 def test_validation_is_not_counted_as_training():
     model = halflife.LanguageModel(halflife.preset("mamba2+gate_rank", **{**SIZES, "vocab_size": 6})).train()
     task = build("s5", group="s3", length=12)

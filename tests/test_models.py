@@ -10,6 +10,8 @@ import torch
 from combinations import SIZES, combinations, exists
 from helpers import assert_raises, assert_same, cases
 from pairwise import slow_beyond
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import halflife
 from halflife import LanguageModel, ModelConfig, preset
@@ -207,3 +209,33 @@ def test_who_watches_a_block_sees_its_whole_output():
     model.blocks[1].forward = model.blocks[1].forward
     assert not model._joins(x)
     assert not build("mamba2", norm="rms_plus_one")._joins(x)  # such norms add nothing
+
+
+HOOKS = {
+    "forward": nn.Module.register_forward_hook,
+    "backward": nn.Module.register_full_backward_hook,
+    "every": lambda _, hook: register_module_forward_hook(hook),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")  # of modules whose inputs want no gradients
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("name", ["mamba2", "rwkv7"])
+def test_hooks_see_on_a_gpu_what_they_see_on_a_cpu(name, kind, monkeypatch):
+    """No kernel computes a map or a norm in the place of a module that is watched, or of any if all are."""
+    model, ids = build(name), torch.randint(SIZES["vocab_size"], (2, 9))
+    watched = {module: key for key, module in model.named_modules() if key != "embedding" and not [*module.children()]}
+    seen = set()
+    handles = [HOOKS[kind](module, lambda module, *_: seen.add(watched.get(module))) for module in watched]
+
+    def run():
+        seen.clear()
+        model(ids)[0].sum().backward()
+        return {*seen}
+
+    expected = run()
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    found = run()
+    for handle in handles:
+        handle.remove()
+    assert found == expected

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
+from halflife.ops.arguments import is_hooked
 from halflife.ops.backends.dispatch import beside
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
@@ -134,7 +135,7 @@ OUTPUT_NORMS = {"after_gate": GatedRMSNorm, "before_gate": NormBeforeGate, "none
 
 def is_watched(*modules: nn.Module) -> bool:
     """Whether hooks or another `forward` see what modules give: those of FSDP2, of accelerate, of a user."""
-    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in modules)
+    return any(is_hooked(part) or "forward" in vars(part) for part in modules)
 
 
 def normed(

@@ -13,6 +13,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource, 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 # The types of tensors that kernels can read, or that a compiler traces them with. Other subclasses, as those of
 # quantised and sharded weights, have no memory of that layout.
@@ -109,3 +110,9 @@ def is_traced(x: Tensor) -> bool:
         or peek_interpreter_stack() is not None
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether hooks see what a module reads and gives, or its gradients: its own, or those of all modules."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own or _has_any_global_hook())

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.files import read_json
-from halflife.ops.arguments import is_transformed
+from halflife.ops.arguments import is_hooked, is_transformed
 from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build
@@ -246,14 +246,13 @@ def weight_of(module: nn.Module, biased: bool = False) -> Tensor | None:
 
     It is None for a map that must be called, because it has a bias, a hook, an adapter or a quantised weight.
     """
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     # accelerate replaces the method of the object; so do `fast_linears` and `cast_weights`, which change nothing.
     forward = vars(module).get("forward")
     fast = getattr(forward, "__func__", None) is _forward
     ours = forward is None or fast or isinstance(getattr(getattr(forward, "func", None), "__self__", None), _Products)
     weight: Any = getattr(module, "weight", None)
     plain = type(module) is nn.Linear and (biased or module.bias is None) and type(weight) in (nn.Parameter, Tensor)
-    return weight if plain and ours and not hooks else None
+    return weight if plain and ours and not is_hooked(module) else None
 
 
 def _forward(self: nn.Linear, input: Tensor) -> Tensor:
