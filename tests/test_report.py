@@ -25,7 +25,7 @@ from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
 from halflife.report.figures.spectrum import timescales
 from halflife.report.page import render
-from halflife.report.page.comparison import _table, about, findings, not_learned
+from halflife.report.page.comparison import _table, about, findings, listed, not_learned
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.page.spectrum import explorer_of_measurements
 from halflife.report.redraw import run_figures, save_figures, write_report
@@ -317,6 +317,9 @@ def test_recall_by_lag_as_characters_and_a_sentence():
         "47 tokens after a value, b still recalls 75 % of 8 pairs, a 25 %. A guess among the values is right in 12 %.",
     ]
     assert recall_sketch([row for row in rows if row["test"] != "lag"]) == ""
+    lost = [*rows, {**next(row for row in rows if row["model"] == "b"), "seed": 7, "accuracy": math.nan}]
+    assert recall_sketch(lost).splitlines()[1].startswith("a ")  # a mean without a diverged seed is too good
+    assert "a still recalls 25 % of 8 pairs, b 75 % (without 1 diverged). A guess" in recall_sketch(lost)
 
 
 def test_the_printed_table_has_models_with_tests_of_their_own(tmp_path, capsys):
@@ -532,6 +535,11 @@ def test_infinite_timescales_are_drawn_at_the_limit():
     model = {"model": "a", "channels": "heads", "positions": [1], "layers": [{"layer": 0, "spectra": spectra}]}
     _, text = timescales({"models": [model]}).panels[0].series
     assert list(text.y) == [SLOWEST, 3.0]
+
+
+def test_titles_list_few_models():
+    assert listed(["a", "b"]) == "a, b"
+    assert listed([f"m{i}" for i in range(100)]) == "100 models"
 
 
 def test_a_mean_says_how_many_seeds_have_values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from halflife.files import RUN_JSON, flatten, read_json_object
@@ -70,9 +70,8 @@ def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, 
     scale = run.config.get("scale", "")
     spectra = explorer({model: run.trainings_of(model) for model in run.models}, run.train_length)
     settings = {key: value for key, value in run.config.items() if key not in ("command", "settings")}
-    models = ", ".join(run.models) if len(run.models) <= MAX_LISTED_MODELS else f"{len(run.models)} models"
     return {
-        "title": f"{models} on {run.config.get('task', 'a task')}",
+        "title": f"{listed(run.models)} on {run.config.get('task', 'a task')}",
         "kind": f"A halflife comparison{f' at scale {scale}' if scale else ''}",
         "finished": bool(run.scores), "findings": findings, "table": table, "numbers": None,
         "spectra": spectra, "opened": opened(spectra), "without": without(run.models, spectra),
@@ -83,6 +82,11 @@ def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, 
             "Resume": f"halflife compare --resume {shlex.quote(str(run.path))}",
         },
     }  # fmt: skip
+
+
+def listed(models: Sequence[str]) -> str:
+    """The names of models for a title, or how many they are."""
+    return ", ".join(models) if len(models) <= MAX_LISTED_MODELS else f"{len(models)} models"
 
 
 def findings(run: Comparison) -> list[str]:

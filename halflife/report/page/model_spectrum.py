@@ -12,6 +12,7 @@ from halflife.files import write_text
 from halflife.report.figures.decays import decays
 from halflife.report.figures.spectrum import modes
 from halflife.report.numbers import token_count
+from halflife.report.page.comparison import listed
 from halflife.report.page.render import render
 from halflife.report.page.spectrum import explorer_of_measurements, opened
 from halflife.report.table import GAP, Cell, Row, Table, pairs
@@ -48,7 +49,7 @@ def spectrum_page(result: dict[str, Any], command: str) -> dict[str, Any]:
             "sequences": result["sequences"]}  # fmt: skip
     folders = {f"{model['model']}: folder": model["checkpoint"] for model in models}
     return {
-        "title": f"Decay spectrum of {', '.join(model['model'] for model in models)}",
+        "title": f"Decay spectrum of {listed([model['model'] for model in models])}",
         "kind": "Measured by halflife spectrum", "finished": True,
         "findings": [finding(model) for model in models],
         "table": _table(models, bool(result["text"])), "numbers": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -128,13 +129,23 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def recall_by_lag(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Model → lag in tokens → the mean accuracy of its selected runs, the model that recalls most first."""
+    """Model → lag in tokens → the mean accuracy of its selected runs, the model that recalls most first.
+
+    Runs that diverged do not count, and models with such runs are last, because their means are too good.
+    """
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         if row["test"] == LAG and row["selected"] and math.isfinite(row["accuracy"]):
             found.setdefault(row["model"], {}).setdefault(round(row["lag"]), []).append(row["accuracy"])
     means = {model: {lag: fmean(own) for lag, own in sorted(lags.items())} for model, lags in found.items()}
-    return dict(sorted(means.items(), key=lambda one: -one[1][max(one[1])]))
+    lost = _diverged_seeds(rows)
+    return dict(sorted(means.items(), key=lambda one: (one[0] in lost, -one[1][max(one[1])])))
+
+
+def _diverged_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Model → how many of its selected runs diverged; models without such runs are left out."""
+    lost = {(row["model"], row["seed"]) for row in rows if row["selected"] and math.isnan(row["accuracy"])}
+    return dict(Counter(model for model, _ in lost))
 
 
 def recall_sketch(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -156,8 +167,11 @@ def recall_sentence(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     last = max(lag for own in recalled.values() for lag in own)
     guess = [row for row in rows if row["test"] == LAG and round(row["lag"]) == last]
-    said = [f"{model} {100 * own[last]:.0f} %" for model, own in recalled.items() if last in own]
-    said[0] = f"{said[0].replace(' ', ' still recalls ', 1)} of {guess[0]['num_pairs']:.0f} pairs"
+    lost = {model: f" (without {count} diverged)" for model, count in _diverged_seeds(rows).items()}
+    first, *others = [model for model, own in recalled.items() if last in own]
+    said = [f"{first} still recalls {100 * recalled[first][last]:.0f} % of {guess[0]['num_pairs']:.0f} pairs"]
+    said += [f"{model} {100 * recalled[model][last]:.0f} %" for model in others]
+    said = [words + lost.get(model, "") for model, words in zip((first, *others), said, strict=True)]
     level, further = 100 * fmean(row["shortcut_accuracy"] for row in guess), ", others less" if said[NAMED:] else ""
     return (
         f"{last:,} tokens after a value, {', '.join(said[:NAMED])}{further}. "
