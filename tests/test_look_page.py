@@ -55,6 +55,15 @@ def test_it_opens_at_a_question_and_asks_for_nothing(page):
     assert "2.0 %" in page.inner_text("#pairs")
 
 
+def test_legends_hold_in_both_themes(page):
+    """In the dark one a token with more colour is brighter than the others."""
+    for view in ("left", "lost", "read"):
+        page.check(f"[name=view][value={view}]")
+        legend = page.inner_text("#legend")
+        assert "darker" not in legend.lower()
+        assert view == "read" or legend.startswith("The stronger the colour of a token")
+
+
 def test_keys_and_clicks_move_the_cursor(page):
     page.focus("#text")
     for key, cursor in (

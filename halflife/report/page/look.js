@@ -93,8 +93,8 @@ const lens = (() => {
       : `${place}it is read most at ${word(i)}, ${tokens(i - cursor)} later, where it is ${percent(Math.abs(share))} of what is read.`;
   }
   function legend(d) {
-    if (view === "left") return "The darker a token, the more of its write is left in the state at the cursor.";
-    if (view === "lost") return `The darker a token, the more of its write is lost: grey to decay${d.faded ? ", red to other tokens that overwrote it" : ""}.`;
+    if (view === "left") return "The stronger the colour of a token, the more of its write is left in the state at the cursor.";
+    if (view === "lost") return `The stronger the colour of a token, the more of its write is lost: grey to decay${d.faded ? ", red to other tokens that overwrote it" : ""}.`;
     const what = view === "read" ? `the ${d.k} earlier tokens with the most of what the cursor's token reads` : `the ${d.k_later} tokens that read the cursor's token most`;
     return `Colours show ${what}: blue adds the value, orange subtracts it. Shares are |weight| · ‖value‖.`;
   }
