@@ -251,6 +251,14 @@ def test_custom_ops_are_well_formed(name, checks, monkeypatch):
         torch.library.opcheck(op, given, test_utils=checks)
 
 
+def test_no_channels_heads_or_angles():
+    """Kernels divide by these numbers, so such calls run in torch."""
+    x, none = torch.randn(1, 3, 2, 4), torch.zeros(3, 0)
+    assert fused.rms_norm(none, none[0], 1e-5).shape == (3, 0)
+    assert fused.scale_heads(x[:, :, :0], torch.zeros(1, 3, 0)).shape == (1, 3, 0, 4)
+    assert torch.equal(fused.rotate(x, none, none), x)
+
+
 def test_forward_derivatives_of_a_layer_are_those_of_torch():
     """Kernels have no forward derivatives, and a custom op without them would return tangents of 0."""
     layer = layers.build("gated_deltanet", hidden_size=64, num_heads=2)

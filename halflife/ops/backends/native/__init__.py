@@ -44,6 +44,8 @@ def _why_not(
     if tensors is not None:
         if isinstance(tensors, Call):
             tensors = (*tensors.tensors.values(), *(tensors.state or ()))
+        elif mixed is None and any(x is not None and 0 in x.shape[-1:] for x in tensors):  # by which passes divide
+            return f"native kernels of {op} take at least one channel"
         for x in tensors:
             if x is not None and type(x) not in PLAIN:
                 return not_plain(x)
