@@ -45,6 +45,10 @@ halflife compare rwkv7:{optimal,held,gain-held,theorem,slow0.1,theorem-slow0.01}
     --seeds 3 --tune-seeds 1
 halflife compare rwkv7:{static,gain,theorem,slow0.1,gain-held} --experiment post-taken-apart --scale smoke --seeds 5 --only-seeds 3 4 --lr 1e-2
 halflife compare rwkv7:{theorem-slow0.01,optimal,held} --experiment post-taken-apart --scale smoke --seeds 5 --only-seeds 3 4 --lr 3e-2
+halflife compare gated_deltanet+post_released gla+post_released rwkv7+post_released --experiment post-taken-apart --scale smoke \
+    --seeds 5 --tune-seeds 1
+halflife compare gated_deltanet+post_released gla+post_released rwkv7+post_released --experiment post-taken-apart --scale smoke \
+    --seeds 1 --lr 0.1
 
 halflife compare mamba2 --experiment overview --scale small --seeds 5 --lr 0.003 --set decay.rate_start=geometric decay.train_length=64
 halflife compare mamba2+post --experiment overview --scale small --seeds 5 --lr 0.003 --set post.stretch=false
