@@ -49,6 +49,17 @@ def test_a_run_writes_what_it_did(tmp_path):
     assert run(tiny(), tmp_path) == result
 
 
+def test_a_validation_whose_line_was_lost_is_done_again(tmp_path, monkeypatch):
+    """As by a power cut after the last checkpoint, which is flushed to the disk, as lines are not."""
+    expected = run(tiny(), tmp_path / "whole")["validation"]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tiny(), tmp_path / "cut")
+    (tmp_path / "cut" / "metrics.jsonl").write_text("")
+    assert run(tiny(), tmp_path / "cut")["validation"] == expected
+
+
 def test_same_seed_same_numbers_other_seed_others(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(len(name) + seed)  # earlier draws must not matter

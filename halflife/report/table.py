@@ -115,7 +115,7 @@ class Table:
         rows = [
             [f"**{cell.print()}**" if cell.style == "bold" else cell.print() for cell in row] for row in self.cells()
         ]
-        lines = [" | ".join(cells) for cells in (self.headings, *rows)]
+        lines = [" | ".join(cell.replace("|", r"\|") for cell in cells) for cells in (self.headings, *rows)]
         return "\n".join([f"| {lines[0]} |", f"|{'|'.join(rules)}|", *(f"| {line} |" for line in lines[1:])])
 
     def csv(self) -> str:

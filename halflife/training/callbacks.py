@@ -95,6 +95,11 @@ class Metrics(TrainerCallback):
             if self.tracking is not None:
                 self.tracking.observe(kwargs["model"].model, state.global_step)
 
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        if self.validation is None and state.global_step == state.max_steps:  # its line was lost after the checkpoint
+            self.validation = self.validate(kwargs["model"])
+            self._write(state, {f"validation_{self.measure}": self.validation})
+
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         logs = logs or {}
         if "loss" not in logs:
