@@ -319,6 +319,15 @@ def test_koopman_layers_beside_a_mixer_have_details():
     assert head.stored[0] > 0
 
 
+def test_heads_with_a_window_store_it_and_no_more():
+    model, ids = tiny("mamba2+swa").float(), torch.randint(0, 64, (1, 70))
+    heads = [one for one in look(model, ids[0]).heads if one.kind == "attention"]
+    layer = model(ids)[1][heads[0].place.layer]
+    bytes_of_caches = sum(x.nbytes for x in layer.values() if x.ndim > 3)
+    own = [one.stored for one in heads if one.place == heads[0].place]
+    assert (sum(fixed for fixed, _ in own), {growing for _, growing in own}) == (bytes_of_caches, {0})
+
+
 @pytest.mark.slow
 def test_a_long_text_of_many_heads_fits_on_a_page():
     """The page leaves heads out, and it still has the three that it names and those that were asked for."""

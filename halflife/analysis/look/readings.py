@@ -203,7 +203,8 @@ class AttentionReading(Reading):
         values = given[1]["values"][0, -tokens:]
         # Heads of a group share what they store.
         cached = sum(x[0, 0, 0].nbytes if x.ndim > 3 else x.element_size() for x in given[1].values())
-        self.stored = 0, cached * mixer.num_kv_heads // mixer.num_heads
+        each, window = cached * mixer.num_kv_heads // mixer.num_heads, mixer.window
+        self.stored = (0, each) if window is None else (each * (window - 1), 0)
         self.sizes = values.norm(dim=-1).T[[self._group(h, values.shape[1]) for h in self.chosen]]
 
     def of(self, heads: Sequence[int]) -> AttentionReading:
