@@ -294,8 +294,8 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys):
     found = {(row["task"], row["metric"]): row["value"] for row in results["rows"]}
     assert found.keys() == set(expected)
     for key, value in expected.items():
-        # Four times the largest error, 3.7e-7, of a perplexity of 2e10.
-        assert found[key] == pytest.approx(value, rel=1.5e-6)
+        # Four times the largest error of two CPUs, 1.9e-6, of a perplexity of 6e11.
+        assert found[key] == pytest.approx(value, rel=7.5e-6)
     assert results["harness"]["n-samples"]["text_here"]["effective"] == 4
     assert results["settings"]["batch_size"] == 3
     assert {"torch", "halflife"} < results["versions"].keys()

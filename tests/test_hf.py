@@ -241,7 +241,7 @@ def test_missing_weights_are_drawn_and_loaded_ones_stay(tmp_path):
         kept = {key: x for key, x in weights.items() if not key.endswith(missing)}
         assert len(kept) < len(weights)
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
-        head = kept.get("head.weight", kept.get("model.embedding.weight"))  # their names in files
+        head = kept.get("lm_head.weight", kept.get("model.embedding.weight"))  # of a tied one
         kept |= {} if head is None else {"lm_head.weight": head}
         again = HalflifeForCausalLM.from_pretrained(folder)
         fresh = HalflifeForCausalLM(model.config)

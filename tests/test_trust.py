@@ -104,8 +104,9 @@ def test_a_foreign_run_imports_nothing(tmp_path, monkeypatch):
     write_json(tmp_path / "run.json", {**saved, "imports": ["this"]})
     assert_raises(ValueError, "the module this", load_config, tmp_path)
     config = {"experiment": "mqar", "models": ["mamba2"], "settings": {}, "imports": ["this"]}
-    write_json(tmp_path / "config.json", config)
-    assert_raises(ValueError, "the module this", Comparison.load, tmp_path)
+    (tmp_path / "comparison").mkdir()
+    write_json(tmp_path / "comparison" / "config.json", config)
+    assert_raises(ValueError, "the module this", Comparison.load, tmp_path / "comparison")
 
 
 def test_a_foreign_comparison_reads_no_text_elsewhere(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ class Forecast:
                 f"window; got window {self.window}, text_window {self.text_window}, beginning {self.beginning}, "
                 f"examples {self.examples}, longest {self.longest}"
             )
-        output = self.output or default_output(self.folders[0], "forecast")
+        output = self.output or default_output(self.folders, "forecast")
         with writable(output):
             result = measure_forecasts(
                 self.folders, self.text, longest=self.longest, window=self.window, examples=self.examples,

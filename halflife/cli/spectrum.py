@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class Spectrum:
         from halflife.report.tables.operators import operator_tables, operators_of, write_data
         from halflife.report.tables.spectrum import spectrum_tables
 
-        output = self.output or default_output(self.folders[0], "spectrum")
+        output = self.output or default_output(self.folders, "spectrum")
         with writable(output):
             result = measure_models(
                 self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
@@ -91,6 +92,9 @@ class Spectrum:
         print(f"written to {output}: {', '.join(file.name for file in files)}")
 
 
-def default_output(first: Path, name: str) -> Path:
+def default_output(folders: Sequence[Path], name: str) -> Path:
     """Return the folder for results about models: one in the first model's folder, or in this one for the hub."""
+    if not folders:
+        raise ValueError("name at least one checkpoint or run")
+    first = folders[0]
     return first / name if first.exists() else Path(f"{name}-{str(first).replace('/', '--')}")

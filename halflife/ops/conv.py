@@ -86,18 +86,7 @@ def _native(call: Call) -> tuple[Tensor, Tensor]:
     return y if call.options["unit"] is None else _with_units(y, call), state
 
 
-def _refused(call: Call | None) -> str | None:
-    """The reason why no kernel gives results in the dtype that a call asks for, or None."""
-    if call is None or call.output_dtype in native.DTYPES:
-        return None
-    return f"the kernels compute in float32, so they have no results in {call.output_dtype}"
-
-
-def _why_not_native(op: str, device: torch.device, call: Call | None = None) -> str | None:
-    return _refused(call) or native.why_not_matrices(1)(op, device, call)
-
-
-implements("causal_conv1d", "native", _native, why_not=_why_not_native, steps=True)
+implements("causal_conv1d", "native", _native, why_not=native.why_not_matrices(1), steps=True)
 
 MOST_TAPS = 8  # of the Triton kernel, which has them all at hand
 UNITS = (16, 32, 64, 128)  # sizes of unit vectors of which a program has all channels
@@ -130,7 +119,9 @@ def _with_units(y: Tensor, call: Call) -> Tensor:
 def _why_not_triton(op: str, device: torch.device, call: Call | None = None) -> str | None:
     if call is not None and call.sizes["W"] > MOST_TAPS:
         return f"the Triton kernel takes at most {MOST_TAPS} taps; got {call.sizes['W']}"
-    return _refused(call) or triton.why_not_pass(op, device, call)
+    if call is not None and call.output_dtype not in native.DTYPES:
+        return f"the Triton kernel has no results in {call.output_dtype}"
+    return triton.why_not_pass(op, device, call)
 
 
 implements("causal_conv1d", "triton", _triton, why_not=_why_not_triton, steps=True)

@@ -132,7 +132,8 @@ def test_fsdp1_under_autocast_where_a_gpu_would_be(flat, one_process, monkeypatc
             optimiser.step()
             optimiser.zero_grad()
             losses.append(loss.item())
-    assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
+    # Four times the largest difference of two CPUs, 2.2e-3.
+    assert losses[:3] == pytest.approx(losses[3:], rel=9e-3)
 
 
 WAYS = ("fsdp1", "fsdp2", "fully_shard", "accelerate-1", "accelerate-2", "trainer-1", "trainer-2")

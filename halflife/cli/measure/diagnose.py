@@ -55,7 +55,7 @@ class Diagnose:
         device = default_device(self.device)
         allowed = what_is_allowed(self.folders, device)
         print("\n".join(diagnosis.allowed_lines(allowed)), flush=True)
-        output = self.output or default_output(self.folders[0], "diagnosis")
+        output = self.output or default_output(self.folders, "diagnosis")
         with writable(output):
             found = diagnose(
                 self.folders, self.text, longest=self.longest, length=self.length, device=device, show=not self.quiet

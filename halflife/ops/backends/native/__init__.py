@@ -42,13 +42,16 @@ def _why_not(
     if device.type != "cpu":
         return f"native kernels run on CPUs, not on {device.type}"
     if tensors is not None:
+        is_pass = mixed is None and not isinstance(tensors, Call)
         if isinstance(tensors, Call):
+            if tensors.output_dtype not in DTYPES:
+                return f"native kernels of {op} have no results in {tensors.output_dtype}"
             tensors = (*tensors.tensors.values(), *(tensors.state or ()))
-        elif mixed is None and any(x is not None and 0 in x.shape[-1:] for x in tensors):  # by which passes divide
-            return f"native kernels of {op} take at least one channel"
         for x in tensors:
             if x is not None and type(x) not in PLAIN:
                 return not_plain(x)
+            if is_pass and x is not None and 0 in x.shape[-1:]:  # by which passes divide
+                return f"native kernels of {op} take at least one channel"
         first = tensors[0].dtype
         for x in tensors[:count]:
             if x is not None and (x.dtype not in DTYPES or (x.dtype != first and {x.dtype, first} != mixed)):
