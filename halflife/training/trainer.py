@@ -33,7 +33,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
 
     Boundaries become a `Packing`, and the `part` of rows that continue others becomes numbers.
     """
-    batch = dict(unwrap_batch(items))
+    batch: dict[str, Any] = dict(unwrap_batch(items))
     if "cu_seqlens" in batch:
         batch["cu_seqlens"] = Packing.of(batch["cu_seqlens"], *batch["input_ids"].shape[:2])
     if "part" in batch:
