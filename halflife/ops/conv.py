@@ -119,8 +119,6 @@ def _with_units(y: Tensor, call: Call) -> Tensor:
 def _why_not_triton(op: str, device: torch.device, call: Call | None = None) -> str | None:
     if call is not None and call.sizes["W"] > MOST_TAPS:
         return f"the Triton kernel takes at most {MOST_TAPS} taps; got {call.sizes['W']}"
-    if call is not None and call.output_dtype not in native.DTYPES:
-        return f"the Triton kernel has no results in {call.output_dtype}"
     return triton.why_not_pass(op, device, call)
 
 

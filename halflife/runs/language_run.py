@@ -259,19 +259,16 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
 
     @torch.no_grad()
     def validate(objective: nn.Module) -> float:
-        with evaluating(objective):  # training drops entries of embeddings, and counts GateRank's resets
-            return measure(objective)
-
-    def measure(objective: nn.Module) -> float:
         device = next(objective.parameters()).device
         losses, counts = [], []  # read after the last turn, so that the host waits once
         # Every process takes part in every turn: with FSDP, a forward pass needs the shards of all processes.
-        for turn in range(0, len(parts), processes):
-            part = turn + process
-            batch = _join([batches[row] for row in parts[min(part, len(parts) - 1)]])
-            counts.append(int((batch["labels"] != IGNORED).sum()) if part < len(parts) else 0)
-            batch = {name: x.to(device, non_blocking=True) for name, x in batch.items()}
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+        # Training would drop entries of embeddings, and count GateRank's resets.
+        with evaluating(objective), torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+            for turn in range(0, len(parts), processes):
+                part = turn + process
+                batch = _join([batches[row] for row in parts[min(part, len(parts) - 1)]])
+                counts.append(int((batch["labels"] != IGNORED).sum()) if part < len(parts) else 0)
+                batch = {name: x.to(device, non_blocking=True) for name, x in batch.items()}
                 losses.append(objective(**batch)["loss"])
         tokens = torch.tensor(counts, dtype=torch.float64)
         nats = torch.where(tokens > 0, torch.stack(losses).cpu().double() * tokens, 0.0)

@@ -51,7 +51,11 @@ def why_not_step(op: str, device: torch.device, call: Call | None = None) -> str
 def why_not_pass(op: str, device: torch.device, tensors: Any = None) -> str | None:
     """As `why_not`, of the kernels that are passes over memory, whose arguments are tensors or a call."""
     if tensors is not None:
-        given = (*tensors.tensors.values(), *(tensors.state or ())) if isinstance(tensors, Call) else tensors
+        given = tensors
+        if isinstance(tensors, Call):
+            if tensors.output_dtype not in DTYPES:
+                return f"the Triton kernels of {op} have no results in {tensors.output_dtype}"
+            given = (*tensors.tensors.values(), *(tensors.state or ()))
         if (odd := not_plain(*given)) is not None:
             return odd
         if any(x is not None and x.is_floating_point() and x.dtype not in DTYPES for x in given):
