@@ -1,5 +1,6 @@
 """The memory lens: weights and shares equal those of the token loop for every op, and layers agree with differences."""
 
+import dataclasses
 import json
 import re
 import webbrowser
@@ -32,7 +33,7 @@ from halflife.ops.spec import OPS
 from halflife.report.look import find_pairs
 from halflife.report.look_picture import EDGE, SHARPNESS, WIDTH, cells, drawable, mixed
 from halflife.report.page.look import LARGEST_PAGE
-from halflife.report.tables.look import look_table
+from halflife.report.tables.look import look_sentence, look_table
 from halflife.tasks import build
 
 T, H, K, V = 11, 4, 6, 5
@@ -321,11 +322,14 @@ def test_koopman_layers_beside_a_mixer_have_details():
 
 def test_heads_with_a_window_store_it_and_no_more():
     model, ids = tiny("mamba2+swa").float(), torch.randint(0, 64, (1, 70))
-    heads = [one for one in look(model, ids[0]).heads if one.kind == "attention"]
+    lens = look(model, ids[0])
+    heads = [one for one in lens.heads if one.kind == "attention"]
     layer = model(ids)[1][heads[0].place.layer]
     bytes_of_caches = sum(x.nbytes for x in layer.values() if x.ndim > 3)
     own = [one.stored for one in heads if one.place == heads[0].place]
     assert (sum(fixed for fixed, _ in own), {growing for _, growing in own}) == (bytes_of_caches, {0})
+    said = look_sentence("x", dataclasses.replace(lens, heads=tuple(heads)))
+    assert said.endswith("is softmax attention, which keeps the tokens of its window alone.")
 
 
 @pytest.mark.slow

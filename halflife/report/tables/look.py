@@ -56,7 +56,8 @@ def look_sentence(label: str, lens: Look) -> str:
     """Say how long the slowest head keeps what it reads, and whether it lost it to the decay or to other tokens."""
     slowest = lens.ranked()[0]
     if slowest.kind == "attention":
-        return f"{label}: {slowest} is softmax attention, which keeps all {len(lens.ids):,} tokens."
+        kept = f"all {len(lens.ids):,} tokens" if slowest.stored[1] else "the tokens of its window alone"
+        return f"{label}: {slowest} is softmax attention, which keeps {kept}."
     lost, overwritten = lost_by(next(lens.details([slowest])), lens.documents)
     life = token_count(slowest.half_life, slowest.beyond)
     several = len(lens.documents) > 1
