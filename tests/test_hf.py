@@ -65,6 +65,7 @@ def test_config_errors():
     assert_raises(ValueError, "hidden_sizes", HalflifeConfig, model={**model, "hidden_sizes": 3})
     assert_raises(ValueError, "vocab_size is 40", HalflifeConfig, model=model, vocab_size=40)
     assert_raises(TypeError, r"got 'mamba2'\. HalflifeConfig\.from_preset takes names", HalflifeConfig, model="mamba2")
+    assert_raises(TypeError, r"num_layers, preset: give .*from_preset", HalflifeConfig, preset="gla", num_layers=2)
 
 
 @pytest.mark.parametrize("name", slow_beyond(KINDS, NAMES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -13,6 +14,8 @@ FIELDS = {
     "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
     "tie_word_embeddings": "tie_embeddings", "initializer_range": "initializer_range",
 }  # fmt: skip
+
+MODEL_FIELDS = frozenset(field.name for field in dataclasses.fields(ModelConfig))
 
 AUTO_FILE = "halflife_model"  # the module beside a saved model with an `auto_map`
 # Set as `config.auto_map` before `save_pretrained`, it lets programs open the folder that never import this package.
@@ -50,7 +53,7 @@ class HalflifeConfig(PreTrainedConfig):
         **kwargs: other settings of transformers.
 
     Raises:
-        TypeError: the model is no `ModelConfig` and no dict.
+        TypeError: the model is no `ModelConfig` and no dict, or a field of a model stands outside of it.
         ValueError: the model has an unknown key, or a keyword contradicts a field of the model.
     """
 
@@ -75,6 +78,11 @@ class HalflifeConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         kwargs.pop("num_attention_heads", None)  # `to_dict` writes it for other programs
+        if mistaken := kwargs.keys() & (MODEL_FIELDS | {"preset"}) - FIELDS.keys():
+            raise TypeError(
+                f"{', '.join(sorted(mistaken))}: give the fields of a model to HalflifeConfig.from_preset(name, …), or "
+                "a ModelConfig"
+            )
         if model is None:
             model = {**preset("mamba2").to_dict(), **{FIELDS[name]: kwargs[name] for name in FIELDS if name in kwargs}}
         if not isinstance(model, ModelConfig | dict):
