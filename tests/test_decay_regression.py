@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 
 from halflife.lab.experiments import compare
-from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, regress, regressions
+from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, regress, regression_rows, regressions
 from halflife.report.figures.decays import loss_by_decay
 from halflife.report.figures.labels import PLACES
 from halflife.report.figures.matplotlib_renderer import arrange, draw, save_as
 from halflife.runs.folder import DECAY_REGRESSION_JSON
+
+ROW = {
+    "coefficients": [2.6, -1.6, 1.0], "low": [2, -2, 0], "high": [3, -1, 2], "rows": 12, "error": 0.1,
+    "error of the mean": 0.2, "explained": 0.75,
+}  # fmt: skip
+MINIMUM = {"best": 0.8, "best low": 0.7, "best high": 0.9}
 
 
 def test_a_parabola_has_its_minimum():
@@ -29,6 +35,15 @@ def test_a_parabola_has_its_minimum():
     assert line["error"] > 0.01
     assert "best" not in line
     assert math.isnan(regress(squares, (-losses).tolist())["best"])
+
+
+def test_a_parabola_says_where_its_minimum_is_or_that_it_has_none():
+    cells = regression_rows({"init": {}, "trained": {"square": ROW | MINIMUM}})
+    assert cells[0][2].endswith("; best at 0.80 [0.70, 0.90]")
+    cells = regression_rows({"init": {"square": ROW | MINIMUM | {"best low": math.nan}}, "trained": {}})
+    assert cells[0][2].endswith("; best at 0.80 (not certain)")
+    cells = regression_rows({"init": {"square": ROW | dict.fromkeys(MINIMUM, math.nan)}, "trained": {}})
+    assert cells[0][2].endswith("; no minimum")
 
 
 def test_errors_are_those_of_rows_that_are_left_out():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -158,9 +159,18 @@ def regression_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 def _row(name: str, one: Mapping[str, Any]) -> Iterator[str]:
     spans = zip(one["coefficients"], one["low"], one["high"], strict=True)
     cells = ", ".join(f"{x:.3f} [{low:.3f}, {high:.3f}]" for x, low, high in list(spans)[1:])
-    best = f"; best at {one['best']:.2f} [{one['best low']:.2f}, {one['best high']:.2f}]" if "best" in one else ""
-    yield from (name, str(one["rows"]), cells + best, f"{one['error']:.4f}", f"{one['error of the mean']:.4f}")
+    yield from (name, str(one["rows"]), cells + _best(one), f"{one['error']:.4f}", f"{one['error of the mean']:.4f}")
     yield f"{100 * one['explained']:.0f} %"
+
+
+def _best(one: Mapping[str, Any]) -> str:
+    """The minimum of a parabola with its interval, which it has if every resample has a minimum."""
+    if "best" not in one:
+        return ""
+    if math.isnan(one["best"]):
+        return "; no minimum"
+    low, high = one["best low"], one["best high"]
+    return f"; best at {one['best']:.2f} " + ("(not certain)" if math.isnan(low) else f"[{low:.2f}, {high:.2f}]")
 
 
 def sequences(corpus: Corpus, length: int) -> Tensor:
