@@ -22,7 +22,7 @@ from halflife.serve.answers import Form, error
 from halflife.serve.engine import Engine
 from halflife.serve.gate import Application, Gate
 from halflife.serve.jobs import Full, Piece, Settings, Stopping
-from halflife.serve.pages import CLIENT_LEFT, Pages, add_pages, has_chat
+from halflife.serve.pages import CLIENT_LEFT, Pages, add_pages, has_chat, unless_left
 from halflife.serve.schema import Chat, Completion, Generate, Sampling, Text
 from halflife.serve.sessions import Busy, Crowded, Session, Sessions
 
@@ -138,17 +138,12 @@ class Server:
 
     async def _whole(self, request: Request, answering: Answering) -> list[list[Piece]] | None:
         """Return the pieces of each choice, or None if the client leaves before."""
-        collecting, leaving = asyncio.ensure_future(answering.whole()), asyncio.ensure_future(request.receive())
         try:
-            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if collecting.done():
-                return collecting.result()
-            self.answers.left += 1
-            return None
+            pieces = await unless_left(request, asyncio.ensure_future(answering.whole()))
         finally:
             answering.cancel()
-            collecting.cancel()
-            leaving.cancel()
+        self.answers.left += pieces is None
+        return pieces
 
     async def _events(self, answering: Answering, form: Form, with_usage: bool) -> AsyncIterator[str]:
         """Yield the events of a stream. If the client leaves, this generator is closed."""
@@ -286,8 +281,6 @@ def _fault(errors: Sequence[Any]) -> tuple[str, str]:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Answer errors in OpenAI's form."""
-
     def answer(status: int, kind: str, code: str | None = None, headers: dict | None = None):
         async def handle(_: Request, reason: Exception) -> Response:
             return JSONResponse(error(str(reason), kind, code=code), status, headers)

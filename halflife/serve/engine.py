@@ -170,7 +170,6 @@ class Engine:
         self._write_tokens()
 
     def _jobs(self) -> set[Job]:
-        """Return all jobs that have not ended."""
         with self._wake:
             return {*self._waiting, *self._reading, *(row.job for group in self._groups for row in group.rows)}
 
@@ -216,7 +215,6 @@ class Engine:
             self._reading.append(job)
 
     def _read_prompts(self) -> None:
-        """Read a piece of the prompts, and begin the continuations of those that are read."""
         for count, jobs in batches(self._portions()):
             try:
                 self._read(jobs, count)
@@ -263,7 +261,6 @@ class Engine:
                 self.prefixes.add(job.tokens[: job.position], job.state, job.hidden)
 
     def _write_tokens(self) -> None:
-        """Write a token of each continuation, one batch for each form of states."""
         forms: dict[tuple, list[Group]] = {}
         for group in self._groups:
             forms.setdefault(form(group.state), []).append(group)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -15,6 +15,7 @@ from halflife.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from halflife.serve.engine import Engine
 from halflife.serve.schema import Text
 
+Result = TypeVar("Result")
 CLIENT_LEFT = 499
 MOST_LOOKED_AT = 1024  # tokens; while a text is looked at, no other client gets a token
 
@@ -33,6 +34,17 @@ def has_chat(tokenizer: Tokenizer) -> bool:
     return isinstance(tokenizer, HuggingFaceTokenizer) and bool(tokenizer.tokenizer.chat_template)
 
 
+async def unless_left(request: Request, work: asyncio.Future[Result]) -> Result | None:
+    """Return the result of some work, or None if the client leaves before. The work is cancelled then."""
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        work.cancel()
+        leaving.cancel()
+
+
 def add_pages(app: FastAPI, pages: Pages, engine: Engine, encode: Callable[[Any], Awaitable[list[int]]]) -> None:
     """Let an application answer the paths of the pages, and `/v1/look`, which takes what `encode` makes ids from."""
 
@@ -44,14 +56,8 @@ def add_pages(app: FastAPI, pages: Pages, engine: Engine, encode: Callable[[Any]
         ids = await encode(body.input)
         if not 1 <= len(ids) <= MOST_LOOKED_AT:
             raise ValueError(f"the lens takes 1 to {MOST_LOOKED_AT:,} tokens; got {len(ids):,}")
-        reading = asyncio.wrap_future(engine.call(partial(pages.look, ids)))
-        leaving = asyncio.ensure_future(request.receive())
-        try:
-            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(reading.result()) if reading.done() else Response(status_code=CLIENT_LEFT)
-        finally:
-            reading.cancel()
-            leaving.cancel()
+        found = await unless_left(request, asyncio.wrap_future(engine.call(partial(pages.look, ids))))
+        return Response(status_code=CLIENT_LEFT) if found is None else JSONResponse(found)
 
     for path, text in pages.html.items():
         app.add_api_route(path, partial(page, text), methods=["GET"], response_model=None, include_in_schema=False)
