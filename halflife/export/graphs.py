@@ -68,9 +68,7 @@ def check_max_length(model: LanguageModel, tokens: int, max_length: int | None) 
 def initial_state(model: LanguageModel, batch: int = 1, max_length: int | None = None) -> ModelState:
     """Return the state before the first token as tensors, from which a graph gives what `model(ids)` gives.
 
-    Args:
-        batch: B, sequences.
-        max_length: slots of the caches of softmax attention; see `check_max_length`.
+    The arguments are those of `export`.
     """
     check_max_length(model, 1, max_length)
     ids = torch.arange(5, device=model.embedding.weight.device).remainder(model.config.vocab_size).expand(batch, -1)
@@ -109,11 +107,7 @@ def fixed_caches(model: LanguageModel, max_length: int | None) -> Iterator[None]
 
 @contextmanager
 def plain(model: LanguageModel, loop: bool = False) -> Iterator[None]:
-    """Let every op run in plain torch, so that a graph holds no operation of ours.
-
-    Args:
-        loop: whether ops run token by token, also where a layer would choose their chunked form.
-    """
+    """Let every op run in plain torch, so that a graph holds no operation of ours; with `loop`, token by token."""
     layers: list[Any] = [module for module in model.modules() if getattr(module, "backend", None) == "auto"]
     passes: list[Any] = [module for module in model.modules() if getattr(module, "pass_backend", None) == "auto"]
     before, build.why_not = build.why_not, lambda: "a graph for other programs holds torch's own operations alone"
@@ -139,8 +133,7 @@ def export(
 
     Args:
         model: the model in evaluation mode, on the CPU.
-        tokens: T, tokens of a piece; 1 for the step graph.
-        batch: B, sequences.
+        tokens: T, tokens of a piece; 1 for the step graph. `batch` is B, the number of sequences.
         loop: whether the graph repeats the step T times instead of the chunked forms of the ops. Models for which
             `needs_loop` is true always do.
         max_length: the most tokens of a sequence, for models whose cache would grow with every token. The graph raises

@@ -45,12 +45,8 @@ def write_onnx(
 ) -> list[Written]:
     """Write both graphs, the state before the first token, and a description of them.
 
-    Args:
-        model: the model in evaluation mode, in float32 on the CPU.
-        folder: where to write.
-        tokens: tokens of a piece of the prompt graph.
-        batch: sequences of each graph.
-        max_length: as in `graphs.export`.
+    The model is in evaluation mode, in float32 on the CPU. A piece of the prompt graph has `tokens` tokens. The other
+    arguments are those of `graphs.export`.
     """
     check_max_length(model, tokens, max_length)
     folder.mkdir(parents=True, exist_ok=True)
