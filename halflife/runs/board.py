@@ -37,8 +37,11 @@ class ProgressBoard:
         """Read the folders and redraw the bars."""
         for job in self.unfinished:
             if (started := _start_time(job.folder)) != self.started[job.name]:
-                self._add_bar(job)
                 self.started[job.name] = started
+                if job.name in self.bars:
+                    self.note(job, "its worker died; the run continues from its last checkpoint")
+                    self.progress.remove_task(self.bars.pop(job.name))
+                self.bars[job.name] = self.progress.add_task(job.name, total=job.config.steps, info="")
             if job.name in self.bars:
                 self.steps[job.name] = last_step(job.folder)
                 self.progress.update(self.bars[job.name], completed=self.steps[job.name])
@@ -53,14 +56,6 @@ class ProgressBoard:
         if job.name in self.bars:
             self.progress.remove_task(self.bars.pop(job.name))
         self.note(job, message)
-
-    def _add_bar(self, job: Job) -> None:
-        if job.name in self.bars:
-            self.note(job, "its worker died; the run continues from its last checkpoint")
-            self.progress.remove_task(self.bars.pop(job.name))
-        self.bars[job.name] = self.progress.add_task(
-            job.name, total=job.config.steps, completed=last_step(job.folder), info=""
-        )
 
     def note(self, job: Job, message: str) -> None:
         """Print a line about a run above the bars."""

@@ -221,15 +221,15 @@ def check_content(path: Path, data: Any, schema: Any) -> Any:
 
 def _text(path: Path) -> str:
     try:
-        return _present(Path.read_text, path, encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is truncated or damaged: {error}") from error
 
 
-def _present(reader: Callable[..., Any], path: Path, **options: Any) -> Any:
+def _present(reader: Callable[[Path], Any], path: Path) -> Any:
     """Read a file that must exist."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent}")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {_EXPECTED}")
-    return reader(path, **options)
+    return reader(path)

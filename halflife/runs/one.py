@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from halflife.files import CHECKPOINTS, RESULT_JSON, write_json
 from halflife.models import LanguageModel, checkpoint
-from halflife.models.timescales import LayerTimescales, granularity, timescales
+from halflife.models.timescales import granularity, timescales
 from halflife.runs.folder import SPECTRUM_JSON, read_result
 from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
 from halflife.training.config import ExecutionConfig, TrainConfig, rank
@@ -138,7 +138,9 @@ def run_one(
     if rank() != 0:
         return {}
     if run.positions:
-        _write_spectrum(folder, model.eval(), initial, run.positions)
+        pairs = zip(initial, timescales(model.eval(), run.positions), strict=True)
+        layers = [{"layer": before.layer, "init": asdict(before), "trained": asdict(after)} for before, after in pairs]
+        write_json(folder / SPECTRUM_JSON, {"channels": granularity(model), "layers": layers})
     run.save(model, folder)
     model.to(training_device()).eval()
     result = {
@@ -152,13 +154,6 @@ def run_one(
     write_json(folder / RESULT_JSON, result)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return result
-
-
-def _write_spectrum(folder: Path, model: LanguageModel, initial: list[LayerTimescales], positions: list[int]) -> None:
-    """Write the decay time-scales before and after training."""
-    pairs = zip(initial, timescales(model, positions), strict=True)
-    layers = [{"layer": before.layer, "init": asdict(before), "trained": asdict(after)} for before, after in pairs]
-    write_json(folder / SPECTRUM_JSON, {"channels": granularity(model), "layers": layers})
 
 
 def training_device() -> torch.device:

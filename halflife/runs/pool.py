@@ -114,7 +114,6 @@ class Pool:
         return sweep.failed | {job.name: "the Ray cluster ended" for job in sweep.waiting}
 
     def _resources(self) -> dict[str, float]:
-        """The processors and GPUs that each run asks Ray for."""
         import ray
 
         available = ray.cluster_resources()

@@ -67,7 +67,6 @@ class SlurmRunner:
             return _Queue(executor, self.cpus).run(jobs, show, check)
 
     def _parameters(self) -> dict[str, Any]:
-        """The parameters of submitit's executor."""
         known = sorted(_submitit().SlurmExecutor._valid_parameters())
         given: dict[str, Any] = {}
         for option in self.options:

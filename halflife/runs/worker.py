@@ -51,7 +51,9 @@ def signs_of_life(path: Path) -> Iterator[None]:
 
     A process that is stopped, that gets no processor, or that waits for ever writes none.
     """
-    host, pid, node = socket.gethostname(), os.getpid(), _node()
+    ray = sys.modules.get("ray")  # a worker of Slurm may have no Ray
+    node = ray.get_runtime_context().get_node_id() if ray and ray.is_initialized() else "none"
+    host, pid = socket.gethostname(), os.getpid()
     clock = _clock_of_this_thread()
     ended = threading.Event()
 
@@ -139,8 +141,3 @@ def _clock_of_this_thread() -> Callable[[], float]:
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.process_time
     return partial(time.clock_gettime, time.pthread_getcpuclockid(threading.get_ident()))
-
-
-def _node() -> str:
-    ray = sys.modules.get("ray")  # a worker of Slurm may have no Ray
-    return ray.get_runtime_context().get_node_id() if ray and ray.is_initialized() else "none"
