@@ -28,7 +28,7 @@ import timing  # noqa: E402
 
 from halflife.evaluation import throughput  # noqa: E402
 from halflife.models import LanguageModel, preset  # noqa: E402
-from halflife.report.tables.throughput import first_ahead  # noqa: E402
+from halflife.report.tables.memory import first_ahead  # noqa: E402
 from halflife.training import speed  # noqa: E402
 from halflife.training.estimate import model_costs  # noqa: E402
 

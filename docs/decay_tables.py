@@ -8,7 +8,7 @@ import differences
 import numpy as np
 from claims import results
 
-from halflife.lab.experiments.decay_findings import FINDINGS
+from halflife.lab.experiments.decay_design import FINDINGS
 from halflife.lab.experiments.decay_rows import as_run, paper_loss
 from halflife.report.table import Table
 

@@ -13,7 +13,7 @@ from test_convert_later import mamba3
 from transformers import AutoModelForCausalLM
 
 from halflife import LanguageModel, preset
-from halflife.analysis.foreign.kernels import runnable_kernels
+from halflife.analysis.foreign.model import runnable_kernels
 from halflife.models import checkpoint
 from halflife.models.convert import SOURCES, assemble, back_to, convert
 from halflife.models.convert.rules import join_convolutions

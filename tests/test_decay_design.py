@@ -13,7 +13,7 @@ from halflife import LanguageModel
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON, standard_library
 from halflife.lab.experiments import EXPERIMENTS, compare, decay_design
-from halflife.lab.experiments.decay_findings import FINDINGS, finding_sentences, findings_table, verdict
+from halflife.lab.experiments.decay_design import FINDINGS, finding_sentences, findings_table, verdict
 from halflife.lab.experiments.language_models.base import loss_table
 from halflife.models import checkpoint
 from halflife.models.timescales import timescales

@@ -10,8 +10,8 @@ import pytest
 from halflife.lab.experiments import compare
 from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, regress, regression_rows, regressions
 from halflife.report.figures.decays import loss_by_decay
-from halflife.report.figures.labels import PLACES
 from halflife.report.figures.matplotlib_renderer import arrange, draw, save_as
+from halflife.report.style import PLACES
 from halflife.runs.folder import DECAY_REGRESSION_JSON
 
 ROW = {

@@ -11,8 +11,7 @@ import pytest
 
 from halflife.analysis.diagnosis import Allowed, what_is_allowed
 from halflife.analysis.look import HeadLens
-from halflife.analysis.look.lens import Head
-from halflife.analysis.look.measured import Measured
+from halflife.analysis.look.lens import Head, Measured
 from halflife.analysis.look.observe import Place
 from halflife.cli import main
 from halflife.models import LanguageModel, checkpoint, preset

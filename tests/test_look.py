@@ -215,11 +215,11 @@ def test_other_memories_read_by_their_weights(name, kind):
         values = cache["values"]
     elif kind == "trapezoid":
         values = reading.given[4]
-        expected, _ = reading.integrate(*reading.given, **{**reading.options, "skip": None, "z": None})
+        expected, _ = reading.function(*reading.given, **{**reading.options, "skip": None, "z": None})
         expected = expected.unflatten(-1, values.shape[2:])
     else:
         values = reading.given[2]
-        expected = reading.readout.forward(*reading.given, **reading.options).y
+        expected = reading.function.forward(*reading.given, **reading.options).y
     read = torch.einsum("htj,jhv->thv", weights, values[0])
     torch.testing.assert_close(read, expected[0], rtol=0, atol=EXACT)
     assert weights.triu(1).abs().max() == 0

@@ -21,7 +21,7 @@ from halflife.lab.experiments import compare
 from halflife.lab.experiments import train as language
 from halflife.models import checkpoint
 from halflife.models.timescales import layer_decays
-from halflife.report.page.decay_grid import findings as decay_findings
+from halflife.report.page.comparison import grid_findings
 from halflife.report.page.spectrum import grid
 from halflife.report.redraw import write_report
 from halflife.training.config import ExecutionConfig
@@ -486,9 +486,9 @@ def test_wrong_folders_and_formats_are_named(comparison, where, more, message, r
 def test_a_diverged_seed_is_no_advantage():
     """A mean over the seeds that are left is too good: such a model ranks last, as in the tables."""
     losses = {"whole": {"0": {"test": 1.2}, "1": {"test": 1.3}}, "diverged": {"1": {"test": 1.0}}}
-    (text,) = decay_findings({"results": losses, "findings": []})
+    (text,) = grid_findings({"results": losses, "findings": []})
     assert text.startswith("whole has the lowest test loss")
-    (text,) = decay_findings({"results": {"diverged": losses["diverged"]}, "findings": []})
+    (text,) = grid_findings({"results": {"diverged": losses["diverged"]}, "findings": []})
     assert "1.0000 (1 seed)" in text
 
 

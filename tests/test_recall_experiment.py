@@ -7,9 +7,8 @@ import pytest
 import torch
 from helpers import assert_raises, cases
 
-from halflife.lab.experiments import EXPERIMENTS, compare, echo_tables
-from halflife.lab.experiments.echo import VARIANTS, variant
-from halflife.lab.experiments.echo_tables import TABLE_2, TABLE_3
+from halflife.lab.experiments import EXPERIMENTS, compare, echo
+from halflife.lab.experiments.echo import TABLE_2, TABLE_3, VARIANTS, variant
 from halflife.lab.experiments.recall import grid, recall_model
 from halflife.models import LanguageModel
 from halflife.report.redraw import run_figures, save_figures
@@ -258,7 +257,7 @@ def test_transfer_stands_beside_the_paper():
         row(model, 0, test, length, pairs, accuracy=0.9 if model == "mamba2+ska:K1" else 0.1)
         for model in ("mamba2", "mamba2+ska:K1") for test in TABLE_3 for length in (64, 4096) for pairs in (1, 4)
     ]  # fmt: skip
-    three, two = echo_tables.transfer(rows).split("### Table 2")
+    three, two = echo.transfer(rows).split("### Table 2")
     found = {cells(line)[0]: cells(line)[1:] for line in three.splitlines() if line.startswith("| ")}
     assert found["task"] == ["paper: SSM", "paper: SSM+Attn", "paper: SSM+SKA", "mamba2", "mamba2+ska:K1"]
     assert found["multihop"] == ["39.3", "71.1", "76.7", "10.0", "90.0"]

@@ -20,7 +20,17 @@ from halflife.report.figures import comparison
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison import length as length_by_model
 from halflife.report.figures.comparison_spectrum import spectrum
-from halflife.report.figures.data import SLOWEST, Axis, FigureData, HeatMap, Panel, Series, seed_series
+from halflife.report.figures.data import (
+    SLOWEST,
+    Axis,
+    FigureData,
+    HeatMap,
+    Panel,
+    Series,
+    log_places,
+    seed_series,
+    whole_places,
+)
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
 from halflife.report.figures.spectrum import timescales
@@ -32,8 +42,7 @@ from halflife.report.redraw import run_figures, save_figures, write_report
 from halflife.report.style import model_styles, run_styles
 from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables, recall_sketch
-from halflife.report.tables.lengths import length_table, write_lengths
-from halflife.report.ticks import log_places, whole_places
+from halflife.report.tables.csv_files import length_table, write_lengths
 from halflife.runs import folder as results
 from halflife.runs import records
 

@@ -13,7 +13,6 @@ from helpers import assert_raises, tiny
 from halflife.analysis.decays import half_life
 from halflife.analysis.forecast.survey import measure_forecasts
 from halflife.analysis.survey import find_models, measure_models
-from halflife.analysis.tables import write_tables
 from halflife.cli import main
 from halflife.data.tokenizers import pieces, read_ids
 from halflife.models import checkpoint
@@ -21,6 +20,7 @@ from halflife.models.load import checkpoints
 from halflife.report.figures import spectrum as allocation
 from halflife.report.figures.decays import decays
 from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.tables.spectrum import write_tables
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 

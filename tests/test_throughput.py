@@ -17,7 +17,7 @@ from halflife.cli import main
 from halflife.evaluation import throughput
 from halflife.evaluation.throughput import Decoder, interleaved, peak_memory, resident_memory
 from halflife.hf import HalflifeForCausalLM
-from halflife.report.tables.throughput import faster_from
+from halflife.report.tables.memory import faster_from
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 MB = 1 << 20

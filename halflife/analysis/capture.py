@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.analysis.foreign.mixer_decay import MixerDecay
+from halflife.analysis.foreign.families import MixerDecay
 from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.readable import Readable
 from halflife.decay import Decay, DecayParts
@@ -140,7 +140,6 @@ def _take_first(take: Callable[[Tensor], object], module: nn.Module, inputs: Any
 
 @contextmanager
 def _koopman_hooks(mixer: SKALayer, take: Callable[[KoopmanReading], object]) -> Iterator[None]:
-    """Call `take` after every forward pass of one SKA layer."""
     during: dict[str, Any] = {}
 
     def after_readout(module: nn.Module, inputs: Any, options: dict[str, Any], result: KoopmanResult) -> None:

@@ -62,14 +62,8 @@ def diagnose(
 ) -> dict[str, Any]:
     """Measure spectra and forecasts of every model that allows them, see `measure_models` and `measure_forecasts`.
 
-    Args:
-        folders, text: as there.
-        longest: the longest lag of the forecasts, in training lengths.
-        length: of the sequences of the text that spectra are measured on, tokens.
-        **options: `device` and `show`.
-
-    Returns:
-        "spectrum" and "forecast": the results as dicts, or the reason why no model has one.
+    `longest` is the longest lag of the forecasts, in training lengths. Spectra are measured on sequences of `length`
+    tokens. Return "spectrum" and "forecast": the results as dicts, or the reason why no model has one.
     """
     found: dict[str, Any] = {}
     for name, measure in (

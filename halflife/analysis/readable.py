@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -20,11 +21,16 @@ def ignore(tokens: int) -> None:
     """Do nothing with the progress of a reading."""
 
 
-def read_text(model: Readable, ids: Tensor, progress: Progress = ignore) -> None:
-    """Read ids `[B, T]` from the start of a text, for the hooks that `capture` opened.
+def on_terminal(show: bool) -> dict[str, Any]:
+    """The options of a progress bar of rich that draws on stderr, if that is a terminal and `show` is true."""
+    from rich.console import Console
 
-    `progress` is called with the number of tokens after each part that is read.
-    """
+    console = Console(stderr=True)
+    return {"console": console, "transient": True, "disable": not (show and console.is_terminal)}
+
+
+def read_text(model: Readable, ids: Tensor, progress: Progress = ignore) -> None:
+    """Read ids `[B, T]` from the start of a text, for the hooks that `capture` opened; `progress` counts tokens."""
     ids = ids.to(model.embedding.weight.device)
     if isinstance(model, ForeignModel):
         model.hidden(ids, progress=progress)
@@ -41,14 +47,10 @@ def layer_kinds(model: Readable) -> list[str]:
 
 
 class TextIds:
-    """A text as token ids. Models may have tokenizers of their own.
+    """A text as token ids, in `sequences` of `length` tokens that are evenly spread over it.
 
-    Args:
-        files: the files of the text. Without files there are no ids.
-        tokenizer: the name or folder of a tokenizer for all models. None takes the tokenizer beside each model, and
-            bytes where there is none.
-        length: tokens of a sequence.
-        sequences: the number of sequences, evenly spread over the text.
+    Without files there are no ids. The tokenizer, by its name or folder, is that of all models. None takes the one
+    beside each model, and bytes where there is none.
     """
 
     def __init__(self, files: Sequence[Path], tokenizer: str | None, length: int, sequences: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halflife.analysis.capture import capture
 from halflife.analysis.decays import LEAST_LOG_DECAY
+from halflife.analysis.forecast.ageing import MEMORIES
 from halflife.analysis.records import Record
 from halflife.evaluation import evaluating
 from halflife.models import LanguageModel, ModelState
@@ -97,7 +98,7 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _is_memory(name: str) -> bool:
-    return name.rpartition(".")[2] in ("memory", "fast", "slow")
+    return name.rpartition(".")[2] in MEMORIES
 
 
 def _memories(state: ModelState) -> list[Tensor]:

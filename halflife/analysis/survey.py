@@ -13,7 +13,7 @@ from halflife.analysis.capture import ska_layers
 from halflife.analysis.foreign.load import has_mixers, is_hub_name, is_known, load_foreign
 from halflife.analysis.model_spectrum import LayerSpectrum, model_spectrum, post_length, standard_positions
 from halflife.analysis.operators import LayerOperators, measure_operators
-from halflife.analysis.readable import Progress, Readable, TextIds, layer_kinds
+from halflife.analysis.readable import Progress, Readable, TextIds, layer_kinds, on_terminal
 from halflife.analysis.records import Record
 from halflife.data.tokenizers import check_ids
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json_object
@@ -124,14 +124,12 @@ def load_readable(folder: Path, device: torch.device | str = "cpu") -> Readable:
 
 def _shown(folder_of: dict[str, Path], show: bool) -> Iterator[tuple[str, Path, Progress]]:
     """Yield each model with a function that shows how many tokens it has read."""
-    from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    console = Console(stderr=True)
     count = TextColumn("{task.completed:,} tokens")
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bars:
+    with Bars(*columns, **on_terminal(show)) as bars:
         for number, (label, folder) in enumerate(folder_of.items(), 1):
             task = bars.add_task(f"{label} ({number} of {len(folder_of)})", total=None)
             yield label, folder, partial(bars.advance, task)

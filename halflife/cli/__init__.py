@@ -63,7 +63,7 @@ COMMANDS = {
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
     "serve": "deploy.serve.Serve", "export": "deploy.export.Export",
     "look": "measure.look.Look", "check": "measure.check.Check", "diagnose": "measure.diagnose.Diagnose",
-    "tokenizer": "text.tokenizer.Tokenizer",
+    "tokenizer": "tokenizer.Tokenizer",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
 _PAGE = (*_FIGURES, "jinja2")
@@ -196,7 +196,6 @@ def _required(command: type) -> list[str]:
 
 
 def _about(command: type) -> str:
-    """The first line of the help of a command, and its examples."""
     text = command.__doc__ or ""
     return f"{text.splitlines()[0]}\n\n{inspect.cleandoc(text[text.index('    examples:') :])}"
 

@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from halflife.cli.groups import Execution, Job, as_typed, options_of
-from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, resumable, say, take_overrides, to_type
+from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, command_line, resumable, say, take_overrides, to_type
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
@@ -170,7 +170,9 @@ class Compare:
             return self._estimate()
         else:
             check_seeds(self.only_seeds, range(self.seeds))
-            folder = self._create()
+            folder = compare.create_comparison(
+                **self._choices(), output=self.job.output, name=self.name, command=command_line()
+            )
         seeds, comparison = self.only_seeds or None, compare.Comparison.load(folder)
         say(f"writing to {folder}")
         if not quiet and (trial := comparison.try_runs(folder, seeds, rows_held)):
@@ -225,23 +227,15 @@ class Compare:
         if lines:
             raise SystemExit(EXIT_PARTLY_FAILED)
 
-    def _create(self) -> Path:
-        from halflife.lab.experiments import compare
-
-        command = shlex.join(["halflife", *sys.argv[1:]])
-        return compare.create_comparison(**self._choices(), output=self.job.output, name=self.name, command=command)
-
     def _extend(self, folder: Path) -> None:
         """Add the models, learning rates and seeds that are given with --resume to the comparison."""
         from halflife.lab.experiments import compare
 
         seeds = None if self.seeds == Compare.seeds else self.seeds
         if self.models or self.lr or seeds:
-            command = shlex.join(["halflife", *sys.argv[1:]])
-            compare.extend_comparison(folder, self.models, learning_rates=self.lr, seeds=seeds, command=command)
+            compare.extend_comparison(folder, self.models, learning_rates=self.lr, seeds=seeds, command=command_line())
 
     def _estimate(self) -> None:
-        """Print the settings, and what the runs need."""
         from halflife.lab.experiments import compare
         from halflife.report.tables.estimate import describe_model, print_needs, print_plans
         from halflife.training.plan import Needs
@@ -281,7 +275,6 @@ class Compare:
 
 
 def _next_commands(folder: Path) -> str:
-    """What to type after a comparison."""
     place = shlex.quote(str(folder))
     commands = {
         f"halflife look {place}": "see what a model keeps of a sequence, and what it reads",

@@ -102,28 +102,23 @@ class Eval:
         print(f"written to {output}: {', '.join(sorted(file.name for file in output.iterdir()))}")
 
     def _expand_tasks(self) -> list[str]:
-        """Return the names of the harness's tasks, with those of the bundles."""
+        """Return the harness's tasks, with those of the bundles. Check that the given options are read."""
         from halflife.evaluation import bundles
 
         if not self._names() and not self.text:
             raise ValueError("name at least one task or text: --tasks wikitext, --text book.txt")
         tasks = bundles.expand(self._names())
-        self._check_options(tasks)
+        for readers, kind, options in (
+            (tasks, "tasks of the harness", HARNESS_OPTIONS),
+            (list(filter(_has_lengths, tasks)), "tasks of RULER", ("lengths",)),
+        ):
+            given = [f"--{name.replace('_', '-')}" for name in options if getattr(self, name) not in (None, ())]
+            if given and not readers:
+                raise ValueError(f"{', '.join(given)}: only {kind} read this, and --tasks names none")
         return tasks
 
     def _names(self) -> list[str]:
         return [name for part in self.tasks for name in part.split(",") if name]
-
-    def _check_options(self, tasks: Sequence[str]) -> None:
-        """Raise a ValueError if an option is given that no task reads."""
-        sized = list(filter(_has_lengths, tasks))
-        for part, kind, options in (
-            (tasks, "tasks of the harness", HARNESS_OPTIONS),
-            (sized, "tasks of RULER", ("lengths",)),
-        ):
-            unread = [f"--{name.replace('_', '-')}" for name in options if getattr(self, name) not in (None, ())]
-            if unread and not part:
-                raise ValueError(f"{', '.join(unread)}: only {kind} read this, and --tasks names none")
 
     def _add_text(self, result: dict[str, Any], model: Any, tokenizer: Any) -> None:
         """Measure the files of --text, and add "text" and rows to `result`."""

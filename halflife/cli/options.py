@@ -109,6 +109,11 @@ def to_type(*words: str) -> str:
     return shlex.join([*start, *(word for name in extensions.names() for word in ("--import", name)), *words])
 
 
+def command_line() -> str:
+    """This command as it was typed."""
+    return shlex.join(["halflife", *sys.argv[1:]])
+
+
 @contextmanager
 def resumable(command: str, begun: Path) -> Iterator[None]:
     """End an interrupted job (Ctrl-C, or a signal on which it saves) with a message that shows `command`, to resume it.
@@ -232,12 +237,12 @@ def memory_error(error: Exception) -> str | None:
 @contextmanager
 def progress_bar(what: str, *, show: bool) -> Iterator[Callable[[int], object]]:
     """Give a function that counts on a progress bar on stderr, if that is a terminal and `show` is true."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    from halflife.analysis.readable import on_terminal
+
     columns = (BarColumn(), TextColumn(f"{{task.completed:,.0f}} {what}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bars:
+    with Progress(*columns, **on_terminal(show)) as bars:
         yield partial(bars.advance, bars.add_task("", total=None))
 
 

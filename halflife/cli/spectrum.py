@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +57,7 @@ class Spectrum:
 
     def run(self) -> None:
         from halflife.analysis.survey import measure_models
-        from halflife.analysis.tables import write_tables
-        from halflife.cli.options import default_device
+        from halflife.cli.options import command_line, default_device
         from halflife.files import finite, writable
         from halflife.report.figures.decays import decays
         from halflife.report.figures.matplotlib_renderer import save
@@ -69,7 +66,7 @@ class Spectrum:
         from halflife.report.page.model_spectrum import write_spectrum_page
         from halflife.report.table import show
         from halflife.report.tables.operators import operator_tables, operators_of, write_data
-        from halflife.report.tables.spectrum import spectrum_tables
+        from halflife.report.tables.spectrum import spectrum_tables, write_tables
 
         output = self.output or default_output(self.folders, "spectrum")
         with writable(output):
@@ -88,7 +85,7 @@ class Spectrum:
             show(*operator_tables(with_ska))
             files += [write_data(with_ska, output), *save(operators(with_ska), output)]
         if any(model["layers"] for model in result["models"]):
-            files.append(write_spectrum_page(result, output, shlex.join(["halflife", *sys.argv[1:]])))
+            files.append(write_spectrum_page(result, output, command_line()))
         print(f"written to {output}: {', '.join(file.name for file in files)}")
 
 

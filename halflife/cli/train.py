@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ from halflife.cli.groups import Execution, Job, as_typed, options_of
 from halflife.cli.options import (
     EXIT_PARTLY_FAILED,
     check_job,
+    command_line,
     new_folder,
     resumable,
     say,
@@ -192,9 +192,8 @@ class Train:
                 say(describe_trial(trial))
         with resumable(to_type("train", "--resume", str(folder), *as_typed(own)), folder / RUN_JSON):
             result = language.run_language(
-                config, folder, execution=execution, samples=own.prompts,
-                command=shlex.join(["halflife", *sys.argv[1:]]),
-            )  # fmt: skip
+                config, folder, execution=execution, samples=own.prompts, command=command_line()
+            )
         if rank() == 0:
             print_language_run(result, folder)
             if "diverged" in result:
@@ -278,7 +277,6 @@ def _try(config: LanguageConfig, rows: int | None) -> Trial | None:
 
 
 def _print_needs(config: LanguageConfig, own: TrainExecution) -> None:
-    """Print the settings of a run, and what it needs, here and on GPUs."""
     from halflife.report.tables.estimate import print_needs, print_plans
     from halflife.training.estimate import estimate
     from halflife.training.plan import Needs

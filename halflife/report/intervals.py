@@ -77,16 +77,6 @@ def in_percent(values: Values) -> str:
     return with_interval([100 * value for value in values], 1)
 
 
-def ratio(values: Values, baseline: Values, learned: Values) -> str:
-    """Write the quotient of the means over seeds of a model and of its baseline, "1.25 ×", or "not learned".
-
-    The latter is judged by the accuracy of the baseline in distribution, one fraction per seed (`has_learned`).
-    """
-    if not has_learned(learned):
-        return "not learned"
-    return f"{np.mean(values) / np.mean(baseline):.3g} ×"
-
-
 def has_learned(accuracies: Values) -> bool:
     """Whether the mean accuracy in distribution reaches `LEARNED`. A diverged run has not learned."""
     return bool(np.mean(accuracies) >= LEARNED - 1e-9)  # the mean of 0.95 and 0.85 is rounded

@@ -19,9 +19,8 @@ from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, s
 from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
+from halflife.report.tables.csv_files import write_lengths, write_timescales
 from halflife.report.tables.forecast import read_forecasts
-from halflife.report.tables.lengths import write_lengths
-from halflife.report.tables.timescales import write_timescales
 from halflife.runs.folder import FIGURES, FolderKind, folder_kind, read_any
 from halflife.runs.records import Comparison, LanguageRun
 
@@ -69,12 +68,10 @@ def save_figures(
 
 
 def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Draw every figure of a folder and its report page and return the files.
+    """Draw every figure of a folder and its report page, in some of the formats png, svg and pdf; return the files.
 
-    Args:
-        run_dir: the folder of a comparison or of a run of `halflife train`, with the `spectrum/` of `halflife spectrum`
-            and the `forecast/` of `halflife forecast` in it; or a folder of `halflife forecast`, which has no page.
-        formats: png, svg, pdf.
+    The folder is that of a comparison or of a run of `halflife train`, with the `spectrum/` of `halflife spectrum` and
+    the `forecast/` of `halflife forecast` in it; or it is one of `halflife forecast`, which has no page.
     """
     for suffix in formats:
         check_format(suffix)

@@ -35,7 +35,7 @@ MAX_READ = 512  # tokens that are read in one call
 def measure_recall(
     model: Rememberer, task: Any, lags: Sequence[int], *, examples: int = 32, seed: int = 0
 ) -> list[float]:
-    """Measure the fraction of a task's K pairs that a model recalls with L other tokens before the question.
+    """Measure the fraction of a task's K pairs that a model recalls at each lag, with L other tokens in between.
 
     Args:
         model: trained on the task, at any length, or a `RecurrentModel` of transformers.
@@ -43,9 +43,6 @@ def measure_recall(
             value. Needles stand before all fillers, without decoys.
         lags: L, ascending, from 0.
         examples: the number of sequences. Each is asked for all of its pairs, one at a time, at every lag.
-
-    Returns:
-        One accuracy for each lag.
     """
     pairs, draw = _pairs(task, examples, seed)
     accuracies, state, seen = [], read(model, pairs, None), 0
@@ -67,9 +64,6 @@ def forecast_recall(
         model, task, examples, seed: see `measure_recall`.
         lags: L, ascending, none below the window.
         window: W, at least 2. Usually the training length.
-
-    Returns:
-        The forecast, whose values are fractions of recalled pairs.
     """
     require_window(window, lags)
     model = in_float64(model)

@@ -18,7 +18,7 @@ from halflife.analysis.forecast.recall import HALF_RECALLED, forecast_recall, me
 from halflife.analysis.forecast.text import FORGOTTEN_SHARE, forecast_influence, measure_influence, texts_length
 from halflife.analysis.foreign.load import load_foreign
 from halflife.analysis.foreign.recurrent import RecurrentModel
-from halflife.analysis.readable import TextIds
+from halflife.analysis.readable import TextIds, on_terminal
 from halflife.analysis.records import Record
 from halflife.analysis.survey import find_models, is_foreign
 from halflife.data.tokenizers import check_ids
@@ -118,7 +118,6 @@ def measure_forecasts(
         beginning: tokens of a text whose influence is measured.
         text_window: the further tokens of a text that are read for the forecast.
     """
-    from rich.console import Console
     from rich.progress import track
 
     folder_of = find_models(folders)
@@ -126,9 +125,7 @@ def measure_forecasts(
     models: list[ModelForecast] = []
     texts: list[TextForecast] = []
     refused = {}
-    console = Console(stderr=True)
-    hidden = not (show and console.is_terminal)
-    for label, folder in track(folder_of.items(), "forecasting", console=console, transient=True, disable=hidden):
+    for label, folder in track(folder_of.items(), "forecasting", **on_terminal(show)):
         run = read_json_object(folder / RUN_JSON, optional=True)
         try:
             model = _loaded(folder, run, bool(text), device)
@@ -241,7 +238,6 @@ def _forecast_and_measure_text(
 
 
 def _common(ahead: Forecast) -> dict[str, Any]:
-    """The fields that a forecast of pairs and one of a text share."""
     return {
         "forecast_lags": ahead.lags, "forecast": ahead.values, "fade_lag": ahead.fade_lag, "fill_lag": ahead.fill_lag,
         "heads": ahead.heads,

@@ -32,16 +32,13 @@ COMPARED_TOKENS = 16  # tokens whose predictions are compared
 
 @torch.no_grad()
 def measure_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, beginning: int) -> list[float]:
-    """Measure how much the first tokens of texts change the predictions after L further tokens.
+    """Measure how much the first tokens of texts change the predictions after L further tokens, in nats per token.
 
     Args:
         model: a language model whose states are linear in what was written.
         ids: token ids of the texts, `[B, T]` with T of at least `texts_length(beginning, lags[-1])`.
         lags: L, ascending, from 0.
         beginning: the number of tokens whose influence is measured.
-
-    Returns:
-        The influence at each lag, in nats per token.
     """
     model = in_float64(model)
     text = _Text(ids, beginning, lags[-1])
@@ -63,9 +60,6 @@ def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, b
         model, ids, beginning: see `measure_influence`. The texts have `texts_length(beginning, window)` tokens or more.
         lags: L, ascending, none below the window.
         window: W, at least 2.
-
-    Returns:
-        The forecast, whose values are influences in nats per token.
     """
     require_window(window, lags)
     model = in_float64(model)

@@ -1,15 +1,91 @@
-"""The mixers of transformers whose decays can be read, family by family. Importing the module registers them."""
+"""The mixers of transformers whose decays can be read: which module shows a decay, and what the decay is there.
+
+A new mixer is one class, a subclass of `MixerDecay` that is registered under the mixer's class names.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from halflife.analysis.foreign import rg_lru  # noqa: F401 (it registers itself)
-from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay, softplus_decay
+from halflife.registry import Registry
 
-__all__ = ["MIXERS", "MixerDecay"]
+MIXERS: Registry[type[MixerDecay]] = Registry("class of a mixer")
+GATE_POWER = 8.0  # c of RG-LRU's paper, a constant in transformers too
+
+
+class MixerDecay(nn.Module):
+    """The log-decays g = log λ ≤ 0 of one mixer of transformers, `[B, T, H]` or `[B, T, H, K]`, in float32.
+
+    A subclass names its `family`, and the `granularity` of its decay. `source_name` is the name of its `source`, and
+    `sizes` are the names of the mixer's numbers that `shape` has. `key_axis` is the axis of the keys in the state
+    `[B, H, …, …]` that transformers caches, -2 or -1. It is None if the state is no matrix that tokens write to
+    linearly, or lies outside the cache. Then there is no forecast.
+
+    The mixer stays as it is. While `observed` is open, a hook on one of its modules, the `source`, calls this module
+    with what the source read and returned. `halflife.analysis.capture` takes g from this call, as it takes g from the
+    decays of our models. The attributes have the meaning that they have in `halflife.decay.Decay`.
+    """
+
+    family: ClassVar[str]
+    granularity: ClassVar[str] = "scalar"
+    source_name: ClassVar[str]
+    sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
+    key_axis: ClassVar[int | None] = None
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer: Any = mixer
+
+    @property
+    def source(self) -> nn.Module:
+        """The module of the mixer whose input or output determines g. The mixer calls it once for each text."""
+        return getattr(self.mixer, self.source_name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one token's log-decays: `(H,)` or `(H, K)`."""
+        return tuple(getattr(self.mixer, name) for name in self.sizes)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return g from the source's input x and output y, `[B, T, …]`."""
+        raise NotImplementedError
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.shape[0]
+
+    @torch.no_grad()
+    def at_rest(self) -> Tensor:
+        """Return g where the input of the layer is zero, in `shape`."""
+        width = int(getattr(self.source, "in_features", 0)) or int(self.mixer.hidden_size)
+        x = next(self.source.parameters()).new_zeros(1, 1, width)
+        return self.forward(x, self.source(x)).view(self.shape)
+
+    def timescales(self, position: float = 1) -> Tensor:
+        """Return the tokens in which each channel decays by 1/e at zero input, in `shape`. No position changes them."""
+        return -1 / self.at_rest()
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Call this module with each input and output of the source while the context is open."""
+
+        def after(module: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Tensor], output: Tensor) -> None:
+            self(inputs[0] if inputs else next(iter(options.values())), output)
+
+        with self.source.register_forward_hook(after, with_kwargs=True):
+            yield
+
+
+def softplus_decay(A_log: Tensor, step: Tensor, limits: tuple[float, float] = (0.0, math.inf)) -> Tensor:
+    """Return `g = −e^A_log · clamp(softplus(step))`, the law of Mamba-2 and Gated DeltaNet, in float32."""
+    return -A_log.float().exp() * nn.functional.softplus(step.float()).clamp(*limits)
 
 
 # Mamba-2 in Mamba2, Bamba, Falcon-H1, Granite hybrids, Nemotron-H and Zamba2 (https://arxiv.org/abs/2405.21060).
@@ -128,3 +204,55 @@ class Rwkv4Decay(MixerDecay):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return -self.mixer.time_decay.float().exp().expand(*y.shape[:2], 1, -1)
+
+
+# RG-LRU in RecurrentGemma (https://arxiv.org/abs/2402.19427).
+@MIXERS.add("RecurrentGemmaRecurrentBlock")
+class RGLRUDecay(MixerDecay):
+    """One decay per channel, `g = −8 · σ(W_a x + b_a) · softplus(Λ)`. A head is a block of W_a.
+
+    At position 0 the unit resets its state. The first g of a text is the gate's value nevertheless.
+    """
+
+    family = "RG-LRU"
+    granularity = "vector"
+    source_name = "rg_lru"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.source.num_attention_heads, self.source.block_width)  # pyright: ignore
+
+    def forward(self, x: Tensor, y: Tensor | None) -> Tensor:
+        unit: Any = self.source
+        gate = torch.einsum("bthk, hkl -> bthl", x.unflatten(-1, self.shape), unit.recurrent_gate_weight)
+        gate = (gate + unit.recurrent_gate_bias).float().sigmoid()
+        return -GATE_POWER * gate * nn.functional.softplus(unit.recurrent_param.float()).view(self.shape)
+
+    @torch.no_grad()
+    def at_rest(self) -> Tensor:
+        """Return g where the unit reads zeros. Calling the unit would change its state."""
+        weight: Tensor = self.source.recurrent_gate_weight  # pyright: ignore
+        return self.forward(weight.new_zeros(1, 1, weight.shape[0] * weight.shape[1]), None).view(self.shape)
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """As in the parent class. Moreover, the convolution goes on from the previous window.
+
+        The block of transformers carries the state of the unit between calls, but the convolution's state only when it
+        reads single tokens. Here the last inputs of a window precede the next window.
+        """
+        conv: nn.Conv1d = self.mixer.conv_1d
+        memory = conv.kernel_size[0] - 1
+        last: list[Tensor] = []
+
+        def before(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            past = last.pop() if last else inputs[0].new_zeros(*inputs[0].shape[:2], memory)
+            joined = torch.cat([past, inputs[0]], -1)
+            last.append(joined[..., joined.shape[-1] - memory :])
+            return (joined,)
+
+        def after(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            return output[..., memory:]
+
+        with super().observed(), conv.register_forward_pre_hook(before), conv.register_forward_hook(after):
+            yield

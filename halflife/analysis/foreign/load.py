@@ -51,11 +51,9 @@ def has_mixers(model_type: str) -> bool:
 
 
 def load_foreign(source: str | Path, device: torch.device | str = "cpu") -> ForeignModel:
-    """Load a model of transformers, with weights of the type in which they are stored.
+    """Load a model of transformers, with weights of the type in which they are stored, from a folder or by its name.
 
-    Args:
-        source: a folder, or a name on the hub, `owner/name` or `owner/name@revision`. A model in the hub's cache needs
-            no network.
+    The name on the hub is `owner/name` or `owner/name@revision`. A model in the hub's cache needs no network.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -137,7 +135,6 @@ def _model_class(config: Any) -> Any:
 
 
 def _require_decay(source: str | Path, model: ForeignModel) -> None:
-    """Check that a model has a layer with a decay."""
     if any(block.mixer.decay is not None for block in model.blocks):
         return
     kinds = sorted({kind for block in model.blocks for kind in block.mixer.kinds})
@@ -149,7 +146,6 @@ def _require_decay(source: str | Path, model: ForeignModel) -> None:
 
 
 def _require_weights(source: str | Path, report: Any) -> None:
-    """Check that all parameters were in the file and had the right shapes."""
     missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     wrong = [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if problems := missing + wrong:

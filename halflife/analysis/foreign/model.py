@@ -5,20 +5,23 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from halflife.analysis.foreign.families import MIXERS, MixerDecay
-from halflife.analysis.foreign.kernels import runnable_kernels
 
 WINDOW_TOKENS = 512  # tokens that a model reads in one call
 LAYER_LISTS = ("layers", "blocks", "h")  # names under which transformers keeps the layers of a decoder
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # names of the argument for what a model remembers
+CHOOSER = "hub_kernels"  # the module of transformers that chooses between a package's kernel and PyTorch
 # Classes of modules that mix tokens. What they are named after tells softmax attention from recurrent mixers.
 ATTENTION = re.compile("Attention$")
 OTHER_MIXER = re.compile(
@@ -57,10 +60,8 @@ class ForeignBlock:
 class ForeignModel:
     """A language model of transformers whose decays are observed while it reads. The model itself stays as it is.
 
-    Args:
-        model: any model of transformers with a decoder; `blocks` has one entry for each of its layers.
-        name: the model's label.
-        window: the number of tokens that it reads in one call, at least 4. Its state is carried between calls.
+    `blocks` has one entry for each layer of its decoder. In one call it reads `window` tokens, at least 4, and its
+    state is carried between calls.
     """
 
     def __init__(self, model: Any, name: str, window: int = WINDOW_TOKENS) -> None:
@@ -82,10 +83,7 @@ class ForeignModel:
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, *, progress: Callable[[int], object] | None = None) -> None:
-        """Read ids `[B, T]` from the start of a text, window after window, and forget it.
-
-        `progress` is called with the number of tokens of each window after it is read.
-        """
+        """Read ids `[B, T]` from the start of a text, window after window, and forget it; `progress` counts tokens."""
         with ExitStack() as hooks:
             for block in self.blocks:
                 hooks.enter_context(block.mixer.decay.observed() if block.mixer.decay else nullcontext())
@@ -134,7 +132,6 @@ def windows(ids: Tensor, most: int) -> tuple[Tensor, ...]:
 
 
 def _mixer(layer: nn.Module, index: int) -> ForeignMixer:
-    """Find what mixes tokens in a layer."""
     mixers = list(_mixers(layer))
     decays = [MIXERS[type(module).__name__](module) for module in mixers if type(module).__name__ in MIXERS]
     if len(decays) > 1:
@@ -153,7 +150,6 @@ def _mixers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _kind(module: nn.Module) -> str:
-    """Say what a mixer is."""
     name = type(module).__name__
     if name in MIXERS:
         return MIXERS[name].family
@@ -180,3 +176,20 @@ def recurrent_cache(config: Any) -> Any:
             return self.seen + query_length, 0
 
     return RecurrentCache(config=config)
+
+
+@contextmanager
+def runnable_kernels(model: nn.Module) -> Iterator[None]:
+    """Let a model on a CPU compute in PyTorch while the context is open.
+
+    transformers takes the kernels of fla-core, mamba-ssm and causal-conv1d wherever these packages are installed. They
+    need a GPU. Each function that chooses a kernel wraps one in PyTorch, which replaces it here.
+    """
+    with ExitStack() as patches:
+        if next(model.parameters()).device.type == "cpu":
+            for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+                for name, value in list(vars(module).items()):
+                    wraps = isinstance(value, FunctionType) and hasattr(value, "__wrapped__")
+                    if wraps and CHOOSER in value.__code__.co_filename:
+                        patches.enter_context(patch.object(module, name, value.__wrapped__))
+        yield

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.analysis.foreign.kernels import runnable_kernels
-from halflife.analysis.foreign.model import ForeignModel, recurrent_cache
+from halflife.analysis.foreign.model import ForeignModel, recurrent_cache, runnable_kernels
 from halflife.layers import State
 from halflife.models import ModelState
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +16,15 @@ from torch import Tensor, nn
 from halflife import layers
 from halflife.analysis.foreign.load import load_foreign
 from halflife.analysis.foreign.model import ForeignMixer, ForeignModel
-from halflife.analysis.look.foreign_attention import AGREEMENT, attention_reading, attentions
 from halflife.analysis.look.observe import Place, Take, reading_of
+from halflife.analysis.look.readings import AttentionReading
 from halflife.analysis.readable import Readable
 from halflife.files import CONFIG_JSON, read_json_object
 from halflife.models.convert import MIXERS, take_mixer
 from halflife.models.load import check_finite, convertible, load_any
+
+FUNCTION = "sdpa"  # the name of the function in transformers, which its models take by default
+AGREEMENT = 0.02  # of outputs, relative to the largest; rounding of bfloat16 stays below
 
 
 def load_for_lens(folder: Path, device: torch.device | str = "cpu") -> Readable:
@@ -44,6 +50,8 @@ def observe_foreign(model: ForeignModel, ids: Tensor, take: Take) -> dict[Place,
     """`observe` for a model of transformers, whose type must be in `MIXERS`. A converted mixer whose outputs differ
     from those of the original is not shown.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     config = model.model.config.get_text_config()
     if config.model_type not in MIXERS:
         choices = ", ".join(MIXERS)
@@ -60,7 +68,8 @@ def observe_foreign(model: ForeignModel, ids: Tensor, take: Take) -> dict[Place,
             hook = partial(_keep, seen.setdefault(layer, []))
             hooks.enter_context(block.mixer.decay.mixer.register_forward_hook(hook, with_kwargs=True))
         model.hidden(ids.view(1, -1).to(model.embedding.weight.device))
-    tensors = _as_saved(model)
+    # transformers changes names of weights when it loads some models, and these are the names in files
+    tensors = revert_weight_conversion(model.model, model.model.state_dict())
     for layer, windows in seen.items():
         x, y = (torch.cat(parts, 1).float() for parts in zip(*windows, strict=True))
         try:
@@ -92,13 +101,6 @@ def _has_attention(mixer: ForeignMixer) -> bool:
     return any(kind in ("softmax attention", "sliding-window attention") for kind in mixer.kinds)
 
 
-def _as_saved(model: ForeignModel) -> dict[str, Tensor]:
-    """The weights by the names that they have in files, which transformers changes when it loads some models."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model.model, model.model.state_dict())
-
-
 def _keep(
     windows: list[tuple[Tensor, Tensor]], module: nn.Module, given: tuple[Any, ...], options: dict[str, Any],
     output: Any,
@@ -106,3 +108,62 @@ def _keep(
     """Add what a mixer reads and returns, `[1, T, D]` each."""
     x = given[0] if given else options["hidden_states"]
     windows.append((x, output if isinstance(output, Tensor) else output[0]))
+
+
+class Window(NamedTuple):
+    """One call: queries `[1, H, W, K]`, keys and values `[1, G, S, …]`, outputs `[1, W, H, V]`, scale and window."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    scale: float
+    sliding: int | None
+
+
+@contextmanager
+def attentions(model: ForeignModel) -> Iterator[dict[int, list[Window]]]:
+    """Give the calls of softmax attention by layer, which are complete when the context ends."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = getattr(ALL_ATTENTION_FUNCTIONS, "_global_mapping", {})
+    found: dict[int, list[Window]] = {}
+    attend = known.get(FUNCTION)
+
+    def record(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        assert attend is not None
+        result = attend(module, q, k, v, mask, **options)
+        scale = options.get("scaling") or q.shape[-1] ** -0.5
+        sliding = getattr(module, "sliding_window", None)
+        found.setdefault(int(module.layer_idx), []).append(Window(q, k, v, result[0], scale, sliding))
+        return result
+
+    if attend is None:
+        yield found
+        return
+    with patch.dict(known, {FUNCTION: record}):
+        yield found
+
+
+def attention_reading(windows: list[Window], tokens: int) -> AttentionReading | str:
+    """The reading of a layer from its calls, or the reason why it is not shown."""
+    if not windows:
+        return f"its softmax attention is shared with other layers, or does not run by {FUNCTION}"
+    q, o = torch.cat([part.q for part in windows], 2).float(), torch.cat([part.o for part in windows], 1).float()
+    *_, last = windows
+    if last.k.shape[2] != tokens or q.shape[2] != tokens:
+        return "its cache does not keep all tokens"
+    heads, groups, window = q.shape[1], last.k.shape[1], last.sliding
+    mixer = SimpleNamespace(num_heads=heads, num_kv_heads=groups, window=window)
+    cache = {name: x.transpose(1, 2) for name, x in (("keys", last.k), ("values", last.v))}
+    visible = None
+    if window is not None:
+        age = torch.arange(tokens).unsqueeze(-1) - torch.arange(tokens)
+        visible = ((age >= 0) & (age < window)).to(q.device)
+    q = q.transpose(1, 2) * (last.scale * q.shape[-1] ** 0.5)
+    reading = AttentionReading(mixer, (q, cache, None, visible), tokens)
+    for head in (0, heads - 1):
+        read = reading.of([head]).weights()[0] @ last.v[0, head * groups // heads].float()
+        if (read - o[0, :, head]).abs().max() > AGREEMENT * o.abs().max():
+            return "its softmax attention has more than queries, keys and a window"
+    return reading

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from halflife.analysis.foreign.model import ForeignModel
 from halflife.analysis.look.foreign import observe_foreign
-from halflife.analysis.look.measured import Measured
 from halflife.analysis.look.observe import Place, Take, observe
 from halflife.analysis.look.readings import Reading
 from halflife.analysis.readable import Progress, Readable, ignore
@@ -37,6 +37,25 @@ class Head:
 
     def __str__(self) -> str:
         return f"{self.place}, head {self.head}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An array with what it means."""
+
+    values: np.ndarray  # the numbers
+    name: str  # what they are
+    unit: str  # their unit; "1" for numbers without one
+    axes: tuple[str, ...]  # what each axis is
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.values, dtype=dtype) if copy else np.asarray(self.values, dtype=dtype)
+
+    def __repr__(self) -> str:
+        sizes = " × ".join(f"{axis} {size}" for axis, size in zip(self.axes, self.values.shape, strict=True))
+        unit = "" if self.unit == "1" else f" in {self.unit}"
+        ends = f", {self.values.min():.3g} to {self.values.max():.3g}" if self.values.size else ""
+        return f"{self.name}{unit}: {sizes}{ends}"
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,8 @@ Take = Callable[[Place, Reading], object]
 def observe(model: LanguageModel, ids: Tensor, take: Take) -> dict[Place, str]:
     """Let a model read `ids [T]`, and call `take` with the reading of each mixer as soon as it is complete.
 
-    Readings hold the tensors of one layer, so a caller that reduces them at once needs little memory.
-
-    Returns:
-        The reason why a mixer is not shown, by its place.
+    Readings hold the tensors of one layer, so a caller that reduces them at once needs little memory. Return the reason
+    why a mixer is not shown, by its place.
     """
     refused: dict[Place, str] = {}
     with evaluating(model), ExitStack() as hooks:

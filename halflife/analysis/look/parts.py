@@ -13,34 +13,48 @@ from halflife.analysis.look.readings import Reading, faded, faded_channels
 from halflife.precision import compute_dtype
 
 
-class KoopmanReading(Reading):
-    """The reading of spectral Koopman attention, whose operators depend on keys alone and not on values.
+class PartReading(Reading):
+    """The reading of a layer by one of its functions, which is called with `given` and `options`, for all heads.
 
-    Args:
-        readout: the layer's `Readout`.
-        given: its queries, keys and values, `[1, T, H, …]`.
-        options: its other arguments.
+    Of the heads, `chosen` are those that the reading has; None means all.
     """
 
-    kind = "koopman_attention"
+    values: int  # the place of the values `[1, T, H, V]` in `given`
 
-    def __init__(self, readout: Any, given: Sequence[Tensor], options: dict[str, Any], chosen: Any = None) -> None:
-        self.readout, self.given, self.options = readout, given, options
-        self.tokens, all_heads = given[2].shape[1:3]
+    def __init__(self, function: Any, given: Sequence[Any], options: dict[str, Any], chosen: Any = None) -> None:
+        self.function, self.given, self.options = function, given, options
+        v = given[self.values]
+        self.tokens, all_heads = v.shape[1:3]
         self.chosen = list(range(all_heads)) if chosen is None else list(chosen)
         self.heads = len(self.chosen)
-        self.sizes = given[2][0].norm(dim=-1).T[self.chosen]
-        rank, width = given[1].shape[-1], given[2].shape[-1]
+        self.sizes = v[0].norm(dim=-1).T[self.chosen]
+
+    def of(self, heads: Sequence[int]) -> Reading:
+        return type(self)(self.function, self.given, self.options, [self.chosen[h] for h in heads])
+
+    def identity(self, columns: slice) -> Tensor:
+        """Values `[1, T, H, n]`, which are columns of the identity in each head."""
+        v = self.given[self.values]
+        ones = torch.eye(self.tokens, dtype=compute_dtype(v), device=v.device)[:, columns]
+        return ones[None, :, None].expand(1, -1, v.shape[2], -1).contiguous()
+
+
+class KoopmanReading(PartReading):
+    """The reading of spectral Koopman attention, whose operators depend on keys alone and not on values.
+
+    The function is the layer's `Readout`, of queries, keys and values `[1, T, H, …]`.
+    """
+
+    kind, values = "koopman_attention", 2
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        rank, width = self.given[1].shape[-1], self.given[2].shape[-1]
         self.stored = 4 * rank * (2 * rank + width), 0  # G, M and C
 
-    def of(self, heads: Sequence[int]) -> KoopmanReading:
-        return KoopmanReading(self.readout, self.given, self.options, [self.chosen[h] for h in heads])
-
     def respond(self, columns: slice) -> Tensor:
-        q, k, v = self.given
-        ones = torch.eye(self.tokens, dtype=compute_dtype(v), device=v.device)[:, columns]
-        values = ones[None, :, None].expand(1, -1, v.shape[2], -1).contiguous()
-        y = self.readout.forward(q, k, values, **{**self.options, "initial_state": None}).y
+        q, k, _ = self.given
+        y = self.function.forward(q, k, self.identity(columns), **{**self.options, "initial_state": None}).y
         return y[0].transpose(0, 1)[self.chosen]
 
     def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
@@ -52,37 +66,24 @@ class KoopmanReading(Reading):
         return faded_channels(g, k[:, :, self.chosen], columns, cursors)
 
 
-class TrapezoidReading(Reading):
+class TrapezoidReading(PartReading):
     """The reading of Mamba-3, where a token writes at the end of its step and at the beginning of the next one.
 
-    What is left of a write is what its decays leave.
-
-    Args:
-        integrate: the layer's function of (memory, x, q, k_before, v, g, v_before, …).
-        given: these arguments.
-        options: its other arguments.
+    What is left of a write is what its decays leave. The function of the layer is that of (memory, x, q, k_before, v,
+    g, v_before, …).
     """
 
-    kind = "trapezoid"
+    kind, values = "trapezoid", 4
 
-    def __init__(self, integrate: Any, given: Sequence[Any], options: dict[str, Any], chosen: Any = None) -> None:
-        self.integrate, self.given, self.options = integrate, given, options
-        self.tokens, all_heads = given[4].shape[1:3]
-        self.chosen = list(range(all_heads)) if chosen is None else list(chosen)
-        self.heads = len(self.chosen)
-        self.sizes = given[4][0].norm(dim=-1).T[self.chosen]
-        self.stored = 4 * given[3].shape[-1] * given[4].shape[-1], 0
-
-    def of(self, heads: Sequence[int]) -> TrapezoidReading:
-        return TrapezoidReading(self.integrate, self.given, self.options, [self.chosen[h] for h in heads])
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.stored = 4 * self.given[3].shape[-1] * self.given[4].shape[-1], 0
 
     def respond(self, columns: slice) -> Tensor:
-        v = self.given[4]
-        ones = torch.eye(self.tokens, dtype=compute_dtype(v), device=v.device)[:, columns]
-        values = ones[None, :, None].expand(1, -1, v.shape[2], -1).contiguous()
+        values = self.identity(columns)
         before = F.pad(values[:, :-1], (0, 0, 0, 0, 1, 0))
         options = {**self.options, "skip": None, "z": None}
-        y, _ = self.integrate(*self.given[:4], values, self.given[5], before, *self.given[7:], **options)
+        y, _ = self.function(*self.given[:4], values, self.given[5], before, *self.given[7:], **options)
         return y[0].unflatten(-1, values.shape[2:]).transpose(0, 1)[self.chosen]
 
     def left(self, columns: Tensor, cursors: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,13 +42,13 @@ class Diagnose:
 
     def run(self) -> None:
         from halflife.analysis.diagnosis import diagnose, what_is_allowed
-        from halflife.analysis.tables import write_tables
-        from halflife.cli.options import default_device
+        from halflife.cli.options import command_line, default_device
         from halflife.cli.spectrum import default_output
         from halflife.files import writable, write_text
         from halflife.report.page.model_spectrum import write_spectrum_page
         from halflife.report.tables import diagnosis
         from halflife.report.tables.forecast import write_forecasts
+        from halflife.report.tables.spectrum import write_tables
 
         device = default_device(self.device)
         allowed = what_is_allowed(self.folders, device)
@@ -69,8 +67,7 @@ class Diagnose:
             write_text(files[-1], "".join(f"{line}\n" for line in findings))
         else:
             files += write_tables(found["spectrum"], output)
-            command = shlex.join(["halflife", *sys.argv[1:]])
-            files.append(write_spectrum_page(found["spectrum"], output, command, findings))
+            files.append(write_spectrum_page(found["spectrum"], output, command_line(), findings))
         print(f"written to {output}: {', '.join(file.name for file in files)}")
 
     def _look(self, output: Path, device: str) -> tuple[list[Path], list[str]]:

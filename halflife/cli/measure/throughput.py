@@ -56,7 +56,7 @@ class Throughput:
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import step_times
         from halflife.report.table import show
-        from halflife.report.tables.throughput import throughput_tables, write_throughput
+        from halflife.report.tables.memory import throughput_tables, write_throughput
         from halflife.training.speed import keep_freed_memory
 
         device = default_device(self.device)

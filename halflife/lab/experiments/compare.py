@@ -85,11 +85,7 @@ class Comparison:
         return self.experiment.configure(self.settings, cell)
 
     def estimate(self, rows: int | None = None) -> list[tuple[Estimate, int]]:
-        """What a run of each model needs, and the number of its runs. Nothing is read or written.
-
-        Args:
-            rows: sequences of a micro-batch; None for whole batches.
-        """
+        """What a run of each model needs, and the number of its runs. `rows` are the sequences of a micro-batch."""
         self.check_micro_batches(rows)
         found = []
         for model, rates in self.learning_rates.items():
@@ -99,12 +95,7 @@ class Comparison:
         return found
 
     def try_runs(self, folder: Path, only_seeds: Sequence[int] | None = None, rows: int | None = None) -> Trial | None:
-        """What the runs in `folder` that have no result yet will take; see `training.trial.try_runs`.
-
-        Args:
-            only_seeds: the seeds to run; None for all.
-            rows: sequences of a micro-batch; None for whole batches.
-        """
+        """What the runs in `folder` without a result will take, of `only_seeds` or all; see `trial.try_runs`."""
         seeds = range(self.seeds)
         at_one_rate = set() if self.tune_seeds is None else set(seeds[self.tune_seeds :])
         later = [Cell(model, rates[0], seed) for model, rates in self.learning_rates.items() for seed in at_one_rate]
@@ -180,7 +171,7 @@ def _check_count(seeds: int) -> None:
 def create_comparison(
     models: Sequence[str], *, output: Path | None = None, name: str | None = None, command: str = "", **choices: Any
 ) -> Path:
-    """Create the folder of a comparison: check every choice, open the data, and write the resolved configuration.
+    """Check every choice of a comparison, open its data, and write its configuration into a new folder; return that.
 
     Args:
         models: see `plan_comparison`.
@@ -188,9 +179,6 @@ def create_comparison(
         name: the name of that folder; None for the task or experiment and the scale.
         command: the command line that the report shows.
         **choices: the other arguments of `plan_comparison`.
-
-    Returns:
-        The folder, for `run_comparison`.
 
     Raises:
         ValueError: as `plan_comparison`, or the data cannot be read.
@@ -284,7 +272,7 @@ def run_comparison(
     runner: Runner = one_by_one,
     execution: ExecutionConfig | None = None,
 ) -> list[dict[str, Any]]:
-    """Run, or continue, the comparison in `folder`; then write its table, figures and report.
+    """Run or continue the comparison in `folder`, write its table, figures and report, and return the table's rows.
 
     Args:
         comparison: what it holds; None to read it.
@@ -292,9 +280,6 @@ def run_comparison(
             contains every finished run.
         runner: runs the cells (`runs.pool.make_runner`).
         execution: how the runs use memory; None for the defaults.
-
-    Returns:
-        The rows of `results.csv`.
 
     Raises:
         FileNotFoundError, ValueError: as `Comparison.load`, or `execution` divides the batches of an experiment on

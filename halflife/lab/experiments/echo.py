@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from halflife.lab.experiments import echo_tables
 from halflife.lab.experiments.base import EXPERIMENTS
 from halflife.lab.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
 from halflife.lab.experiments.recall import SMOKE as RECALL_SMOKE
@@ -17,7 +16,8 @@ from halflife.layers import LAYERS
 from halflife.models import SIZES as MODEL_SIZES
 from halflife.models import LanguageModel, ModelConfig, preset
 from halflife.registry import constructor_parameters, unknown
-from halflife.report.markdown import Rows
+from halflife.report.markdown import Rows, models, percent
+from halflife.report.table import Table
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 
@@ -60,11 +60,7 @@ FAILED: dict[str, dict[str, Any]] = {
 
 
 def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
-    """The preset of a name `preset:variant`, and the options of its SKA layers.
-
-    Args:
-        also: names that the experiment has beside the variants, for the message.
-    """
+    """The preset of a name `preset:variant`, and the options of its SKA layers. Errors list the names `also`, too."""
     base, _, chosen = name.partition(":")
     if not chosen:
         return base, {}
@@ -105,6 +101,42 @@ PAPER = dataclasses.replace(
 )  # fmt: skip
 
 
+PAPER_MODELS = ("SSM", "SSM+Attn", "SSM+SKA")
+# Table 3: means over lengths and KV, percent.
+TABLE_3 = {
+    "mqar": (55.1, 76.0, 82.2), "sysprompt": (64.2, 81.3, 85.3), "tooltrace": (56.5, 76.2, 80.5),
+    "niah": (52.0, 81.1, 84.2), "multihop": (39.3, 71.1, 76.7), "commonword": (52.9, 68.2, 74.1),
+}  # fmt: skip
+# Table 2: needle in a haystack, KV 1, trained at 64, percent.
+TABLE_2 = {
+    64: (88.6, 88.5, 94.5), 128: (82.1, 97.4, 89.4), 256: (75.8, 92.9, 93.3), 512: (66.9, 78.1, 95.6),
+    1024: (37.3, 64.8, 86.4), 2048: (2.0, 42.5, 81.2), 4096: (2.0, 5.0, 65.1),
+}  # fmt: skip
+
+
+def transfer(rows: Rows) -> str:
+    """Tables 3 and 2 with the paper's numbers and ours: the mean over seeds and, in brackets, every seed."""
+    niah = [r for r in rows if r["test"] == "niah" and r["num_pairs"] == 1]
+    by_task = [(name, paper, [r for r in rows if r["test"] == name]) for name, paper in TABLE_3.items()]
+    by_length = [(f"{n:,}", paper, [r for r in niah if r["length"] == n]) for n, paper in TABLE_2.items()]
+    return "\n\n".join([
+        "### Table 3: mean accuracy over all lengths and numbers of pairs, percent",
+        _beside("task", by_task, models(rows)),
+        "### Table 2: needle in a haystack, one pair, percent",
+        _beside("length", by_length, models(rows)),
+    ])  # fmt: skip
+
+
+def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], names: list[str]) -> str:
+    heading = [first, *(f"paper: {column}" for column in PAPER_MODELS), *names]
+    body = [
+        [name, *(f"{x:.1f}" for x in paper), *(percent([r for r in own if r["model"] == m]) for m in names)]
+        for name, paper, own in table
+        if own
+    ]
+    return Table(heading, body).markdown()
+
+
 @EXPERIMENTS.add("echo-transfer")
 class EchoTransfer(RecallExperiment):
     """Echo's Tables 2 and 3: training on two tasks at T = 64, tests on six tasks up to 64 T.
@@ -131,7 +163,7 @@ class EchoTransfer(RecallExperiment):
         return with_shared_features(recall_model(base, settings, **options))
 
     def summary(self, folder: Path, rows: Rows) -> str:
-        return echo_tables.transfer(rows)
+        return transfer(rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

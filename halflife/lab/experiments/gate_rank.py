@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
-from halflife.lab.experiments import gate_rank_tables
+from halflife.files import finite, write_csv
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.lab.experiments.mqar import SMALL as MQAR_SMALL
 from halflife.lab.experiments.mqar import SMOKE as MQAR_SMOKE
@@ -17,6 +19,7 @@ from halflife.models import ModelConfig
 from halflife.models.presets.modifiers import merge
 from halflife.registry import unknown
 from halflife.report.markdown import Rows
+from halflife.runs.folder import read
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import build
@@ -35,13 +38,15 @@ PAIRS = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gated_deltanet+gate_ra
 GATES = tuple(
     f"{base}+gate_rank{end}" for base in ("mamba2", "gated_deltanet") for end in ("", ":closed", ":untrained")
 )
+POSITIONS_CSV = "positions.csv"  # accuracy and loss of each seed, by span of positions
+POSITIONS = ("model", "learning_rate", "seed", "first", "last", "accuracy", "loss")
+GATES_CSV = "gates.csv"  # statistics of the gates of each seed and layer
 
 
 def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     """The preset of a name `preset:variant-variant`, and the options of its mixers that the variants change.
 
-    Args:
-        also: names that the experiment has beside the variants, for the message.
+    Errors list the names `also` beside the variants.
     """
     base, _, chosen = name.partition(":")
     options: dict[str, Any] = {}
@@ -105,6 +110,31 @@ def recipe(name: str) -> tuple[str, int | None, Stages]:
     return f"{base}:{left}" if left else base, depth, stages
 
 
+def write_positions(folder: Path) -> None:
+    """Write `positions.csv`: the means over spans of positions in the longest test, which end at the tested lengths."""
+    run = read(folder)
+    edges = sorted({found["length"] for one in run.trainings for found in one.positions})
+    rows = [
+        (model, one.learning_rate, one.seed, low + 1, high, *(fmean(found[name][low:high]) for name in POSITIONS[-2:]))
+        for model in run.models for one in run.trainings_of(model)
+        for found in one.positions if found["length"] == edges[-1]
+        for low, high in pairwise([0, *edges])
+    ]  # fmt: skip
+    write_csv(folder / POSITIONS_CSV, POSITIONS, rows)
+
+
+def write_gates(folder: Path) -> None:
+    """Write `gates.csv`, if a model has gates: their statistics in the last steps, a row for each layer of each run."""
+    run = read(folder)
+    rows = [
+        {"model": model, "learning_rate": one.learning_rate, "seed": one.seed, "layer": layer, **found}
+        for model in run.models for one in run.trainings_of(model)
+        for _, last in one.gates()[-1:] for layer, found in enumerate(last.values())
+    ]  # fmt: skip
+    if rows:
+        write_csv(folder / GATES_CSV, list(rows[0]), (finite(list(row.values())) for row in rows))
+
+
 @EXPERIMENTS.add("gate-rank-s5")
 class GateRankS5(Experiment):
     """Words in S5 (GateRank, §4.4 and Figure 4): training at T = 16, tests up to 16 T, by position.
@@ -163,8 +193,8 @@ class GateRankS5(Experiment):
         return _with(mqar_model(base, sizes), name, options)
 
     def write_data(self, folder: Path, rows: Rows) -> None:
-        gate_rank_tables.write_positions(folder)
-        gate_rank_tables.write_gates(folder)
+        write_positions(folder)
+        write_gates(folder)
 
 
 @EXPERIMENTS.add("gate-rank-mqar")
@@ -193,7 +223,7 @@ class GateRankMQAR(MQARExperiment):
         return _with(config, name, {rows: 2 * config.mixer_options[rows]})
 
     def write_data(self, folder: Path, rows: Rows) -> None:
-        gate_rank_tables.write_gates(folder)
+        write_gates(folder)
 
 
 # With one answer per sequence, recall is learned slowly. Half of each batch is therefore MQAR with the same ids, which
@@ -230,4 +260,4 @@ class GateRankNIAH(RecallExperiment):
         return _with(mqar_model(base, sizes), name, options)
 
     def write_data(self, folder: Path, rows: Rows) -> None:
-        gate_rank_tables.write_gates(folder)
+        write_gates(folder)

@@ -98,12 +98,7 @@ def _examples(task: dict[str, Any], settings: RecallSettings) -> int:
 def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The tasks at every length and number of pairs that fits them, as arguments of `tasks.build`.
 
-    Tasks in text have fixed sizes, one set per tier, and appear once.
-
-    Args:
-        names: `name` or `name:tier`.
-        lengths: in tokens.
-        pairs: numbers of key-value pairs, for tasks that have pairs.
+    Tasks in text have fixed sizes, one set per tier, and appear once. A name is `name` or `name:tier`.
     """
     for written in names:
         own = with_tier(written)
@@ -142,9 +137,7 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
     numbers are exactly those of `mamba3_echo`, the block of its Appendix G: 1,110,144, 998,016 and 981,632, which does
     not count γ and η of SKA.
 
-    Args:
-        settings: sizes.
-        **options: options of the hybrid layers; the defaults are rank 24 and the chunk of the settings.
+    `options` are those of the hybrid layers; the defaults are rank 24 and the chunk of the settings.
     """
     base = name.split("+")[0]
     state = {"mamba2": {"state_size": 16, "num_groups": settings.num_heads}, "mamba3": {"state_size": 16}}.get(base, {})

@@ -42,14 +42,10 @@ def configure(
     model: ModelConfig | None = None,
     **settings: Any,
 ) -> LanguageConfig:
-    """The configuration of a run that trains the preset `name` on `tokens` tokens of `corpus`.
+    """The configuration of a run that trains the preset `name` on `tokens` tokens of `corpus`, in whole batches.
 
     Args:
         name: the name of the preset, or of a row of the Decay paper's grid (`vector/gla`, `tpe/tnl-l:released`).
-        corpus: the opened text.
-        tokens: number of training tokens, rounded up to whole batches.
-        batch_size: rows of a batch, of `context` tokens each.
-        learning_rate: after the warm-up.
         size: a name of `SIZES`, which sets the arguments of `preset`. The vocabulary is that of the size or of the
             tokenizer, whichever is larger.
         sizes: arguments of `preset` that replace those of `size`.

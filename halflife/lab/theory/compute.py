@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from halflife.analysis.readable import on_terminal
 from halflife.data.tokenizers import BYTE_VOCABULARY, check_ids, read_ids
 from halflife.decay.minimax import best_endpoints, geometric_rates, taper
 from halflife.files import RESULT_JSON, THEORY_JSON, read_json, write_json
@@ -88,11 +89,7 @@ def _taper(s: TheorySettings, _: Path | None) -> dict[str, Any]:
 
 
 def _autocovariance(s: TheorySettings, _: Path | None) -> dict[str, Any]:
-    """Exponent β of the text in bits, and in the embeddings of each run.
-
-    Returns:
-        "tokens"; "sequences", name → the result of `power_law`; "without", name → why a sequence has no power law.
-    """
+    """Exponent β of the text in bits, and in the embeddings of each run; "without" says why a sequence has none."""
     ids, table = _bits(s, "autocovariance")
     vectors = {"bits": table}
     for label, folder in (checkpoints(s.runs) if s.runs else {}).items():
@@ -125,7 +122,6 @@ def _density(s: TheorySettings, _: Path | None) -> dict[str, Any]:
 
 
 def _bits(s: TheorySettings, topic: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of the text, and the bits of every id."""
     if not s.text:
         raise ValueError(f"{topic} needs a text: --text FILE")
     ids = read_ids(s.text, s.tokenizer)[: s.tokens]
@@ -133,11 +129,7 @@ def _bits(s: TheorySettings, topic: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
-    """J(σ) of each run, up to its training length. Beyond it, the loss shows how the model extrapolates.
-
-    Returns:
-        The run's name → the result of `octave_information`, "trained" (the training length) and "rows" (of the loss).
-    """
+    """J(σ) of each run, up to its training length. Beyond it, the loss shows how the model extrapolates."""
     if not s.runs:
         raise ValueError("information needs runs of `halflife train`: --runs DIR")
     by_run = {}
@@ -171,17 +163,10 @@ OF_FILES = {"autocovariance": "text", "blocks": "text", "density": "text", "info
 def compute(
     settings: TheorySettings, topics: Sequence[str] = (), *, cache: Path | None = None, show: bool = False
 ) -> dict[str, Any]:
-    """Compute the data of some topics, in the order of `TOPICS`.
+    """Compute the plain data of some topics, in the order of `TOPICS`; by default of all that have their files.
 
-    Args:
-        settings: numbers and files.
-        topics: names in `TOPICS`. Default: all topics for which the settings have files.
-        cache: JSON file that stores the best ends and steps.
-
-    Returns:
-        topic → plain data, in which all numbers are finite.
+    `cache` is a JSON file that stores the best ends and steps.
     """
-    from rich.console import Console
     from rich.progress import track
 
     settings.validate()
@@ -202,9 +187,7 @@ def compute(
             partial(search, count, length, settings.beta, cache=cache)
             for length in settings.lengths for count in settings.all_counts for search in (best_endpoints, best_step)
         ]  # fmt: skip
-    console = Console(stderr=True)
-    hidden = not (show and console.is_terminal)
-    for step in track(steps, "computing", console=console, transient=True, disable=hidden):
+    for step in track(steps, "computing", **on_terminal(show)):
         step()
     return {name: data_of[name] for name in TOPICS if name in data_of}
 

@@ -22,7 +22,7 @@ from halflife.report.figures.data import (
 from halflife.report.numbers import short_count
 from halflife.report.style import INK, ModelStyle, model_styles
 from halflife.report.tables.comparison import levels
-from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, Score, Training, mean
+from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, Training, mean
 
 SHORTCUT = ModelStyle(INK, "", (0, (1, 1.2)))
 CHANCE = ModelStyle(INK, "", (0, (1, 4)))
@@ -78,7 +78,7 @@ def _medians(run: Comparison, test: str) -> str:
 
 def _accuracy_panel(run: Comparison, test: str) -> Panel:
     lengths, pairs = run.lengths(test), _pairs(run, test)
-    varied, x, references = _lag_axis(run) if test == LAG else _length_axis(run, lengths)
+    varied, x, references = _axis(run, test)
     title = test
     if pairs:
         every = f"pairs at every {'lag' if test == LAG else 'length'}"
@@ -99,19 +99,16 @@ def _accuracy_panel(run: Comparison, test: str) -> Panel:
     return Panel(title, x, ACCURACY, series, references)
 
 
-def _length_axis(run: Comparison, lengths: Sequence[int]) -> tuple[Sequence[float], Axis, list[Reference]]:
-    """Where the points of a test stand, its axis, and the line at the training length."""
+def _axis(run: Comparison, test: str) -> tuple[Sequence[float], Axis, list[Reference]]:
+    """Where the points of a test stand, its axis, and the line at the training length, in `lag` at its median lag."""
+    lengths = run.lengths(test)
+    if test == LAG:
+        lags, trained = [run.lag(LAG, n) for n in lengths], run.lag(IN_DISTRIBUTION, run.train_length or 0)
+        x = Axis("lag: tokens from a value to its question", log=True, ticks=length_ticks(lags), phrase="{} tokens")
+        return lags, x, [Reference("T", x=trained)] if math.isfinite(trained) else []
     ticks = {n: f"{label}\n{run.times(int(n))}".strip() for n, label in length_ticks(lengths).items()}
     x = Axis("sequence length (tokens)", log=True, ticks=ticks, phrase="{} tokens")
     return lengths, x, training_length(run.train_length)
-
-
-def _lag_axis(run: Comparison) -> tuple[Sequence[float], Axis, list[Reference]]:
-    """The same by the lags of the test `lag`, with a line at the median lag in training."""
-    lags = [run.lag(LAG, n) for n in run.lengths(LAG)]
-    x = Axis("lag: tokens from a value to its question", log=True, ticks=length_ticks(lags), phrase="{} tokens")
-    trained = run.lag(IN_DISTRIBUTION, run.train_length or 0)
-    return lags, x, [Reference("T", x=trained)] if math.isfinite(trained) else []
 
 
 def _pairs(run: Comparison, test: str) -> list[float]:
@@ -121,12 +118,9 @@ def _pairs(run: Comparison, test: str) -> list[float]:
 
 def _has_grid(run: Comparison) -> bool:
     """Whether some test has several numbers of pairs at one length."""
-
-    def cells(scores: Sequence[Score]) -> set[tuple[int, float]]:
-        return {(score.length, score.num_pairs) for score in scores if math.isfinite(score.num_pairs)}
-
-    by_test = [cells([score for score in run.scores if score.test == test]) for test in run.tests]
-    return any(len(found) > len({length for length, _ in found}) for found in by_test)
+    scores = [one for one in run.scores if one.test != IN_DISTRIBUTION and math.isfinite(one.num_pairs)]
+    places = {(one.test, one.length) for one in scores}
+    return len({(one.test, one.length, one.num_pairs) for one in scores}) > len(places)
 
 
 def recall(run: Comparison) -> FigureData:

@@ -10,7 +10,7 @@ from halflife.report.figures.data import FASTEST, SLOWEST, FigureData, Key, Pane
 from halflife.report.figures.matplotlib_renderer import MAX_LARGE_DOTS
 from halflife.report.figures.spectrum import TIMESCALE, channel_axis
 from halflife.report.style import DOTS, REFERENCE, ModelStyle, model_styles
-from halflife.report.tables.timescales import nearest_to
+from halflife.report.tables.csv_files import nearest_to
 from halflife.runs.records import Comparison
 
 WHERE = {"o": ", position 1", "^": ", position T"}  # the marker of a position

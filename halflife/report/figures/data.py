@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count, product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from halflife.report.numbers import axis_number, evenly, short_count
 from halflife.report.style import ModelStyle, model_styles
-from halflife.report.ticks import log_places, whole_places
 from halflife.runs.records import mean
 
 MAX_TICKS = 8
+FEWEST_LOG_TICKS, MOST_LOG_TICKS = 3, 8
+WHOLE_STEPS = 5  # the most steps between ticks at whole numbers
 MAX_LAYERS = 6  # of one model
 SLOWEST, FASTEST = 1e8, 1e-2  # tokens; time-scales outside are drawn at these limits
 MARGIN = 0.05  # of a logarithmic axis beyond its values, as a share of their span
@@ -175,25 +176,19 @@ class FigureData:
         return not any(panel and (not isinstance(panel, Panel) or panel.series) for panel in self.panels)
 
 
-def curves(x: Values, values: Mapping[str, Values], weight: Weight = "thick") -> list[Series]:
+def curves(x: Values, values: Mapping[str, Values]) -> list[Series]:
     """A series for each name, all at the same positions."""
     styles = model_styles(list(values))
-    return [Series(name, name, styles[name], x, y, weight) for name, y in values.items()]
+    return [Series(name, name, styles[name], x, y) for name, y in values.items()]
 
 
 def layer_rows(
     models: Mapping[str, Sequence[Mapping[str, Any]]], draw: Callable[[str, str, Any], Panel]
 ) -> dict[str, Any]:
-    """The panels of a figure with a row for each model and a panel for each layer.
+    """The arguments of a `FigureData` with a row for each model that has layers, and a panel for each layer.
 
-    At most `MAX_LAYERS` layers are shown, evenly spaced. Models with a single layer each stand side by side.
-
-    Args:
-        models: the layers of each model. Models without layers are left out.
-        draw: makes a panel of a title, the model's name and the layer.
-
-    Returns:
-        Arguments of `FigureData`.
+    `draw` makes the panel of a title, the model's name and the layer. At most `MAX_LAYERS` layers are shown, evenly
+    spaced. Models with a single layer each stand side by side.
     """
     rows = [[(name, layer) for layer in evenly(layers, MAX_LAYERS)] for name, layers in models.items() if layers]
     width = max(map(len, rows), default=1)
@@ -231,3 +226,34 @@ def length_ticks(lengths: Sequence[float]) -> dict[float, str]:
 def octave_ticks(last: int) -> dict[float, str]:
     """Ticks at powers of two from 1 to `last`, at most `MAX_TICKS`."""
     return length_ticks([2**i for i in range(int(last).bit_length())])
+
+
+def log_places(low: float, high: float) -> list[float]:
+    """The first that has enough in the range: powers of ten, 1, 2 and 5 times each, all digits, or equal steps."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1,), (1, 2, 5), range(1, 10)):
+        places = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        inside = [place for place in places if low <= place <= high]
+        if len(inside) >= FEWEST_LOG_TICKS:
+            return inside[:: math.ceil(len(inside) / MOST_LOG_TICKS)]
+    return _steps(low, high)
+
+
+def _steps(low: float, high: float) -> list[float]:
+    """Multiples of the largest round step of which there are enough; one number for a range without width."""
+    if math.isclose(low, high):
+        return [low]
+    power = math.floor(math.log10(high - low))
+    for scale, digit in product((power, power - 1), (5, 2, 1)):
+        step = float(f"{digit}e{scale}")
+        inside = [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if len(inside) >= FEWEST_LOG_TICKS:
+            break
+    return inside
+
+
+def whole_places(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, at most `WHOLE_STEPS` steps."""
+    sizes = (digit * 10**power for power in count() for digit in (1, 2, 5))
+    step = next(size for size in sizes if high - low <= WHOLE_STEPS * size)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -101,10 +101,8 @@ def grid_figures(run: Comparison) -> list[FigureData]:
 def against_paper(data: dict[str, Any], unit: str = "byte") -> FigureData:
     """Loss here against the paper's: a dot for each variant (mean over seeds), a line over its seeds.
 
-    Args:
-        data: "results", variant → seed → result, and "paper", variant → the paper's loss or None. A variant is
-            called "group/name"; variants of a group have the same colour.
-        unit: what a token is here.
+    `data` is that of `read_grid`, and `unit` what a token is here. A variant is called "group/name", and variants of a
+    group have the same colour.
     """
     shown = {
         name: (data["paper"][name], [run["test"] for run in runs.values()])
@@ -133,9 +131,7 @@ def against_paper(data: dict[str, Any], unit: str = "byte") -> FigureData:
 def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> FigureData:
     """Loss against the median decay λ before and after training: a dot for each variant, a mean over its seeds.
 
-    Args:
-        runs: "runs" of `decay_regression.json`: "model", "loss", and "init" and "trained" with "median".
-        unit: what a token is here.
+    `runs` are those of `decay_regression.json`, and `unit` is what a token is here.
     """
     models = {one["model"]: [other for other in runs if other["model"] == one["model"]] for one in runs}
     styles = model_styles(list(dict.fromkeys(name.split("/")[0] for name in models)))

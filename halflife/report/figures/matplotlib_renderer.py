@@ -17,7 +17,6 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 
 from halflife.files import atomic_path
 from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Series
-from halflife.report.figures.labels import label_point, separate_labels
 from halflife.report.style import (
     HEAT_COLOURS,
     INK,
@@ -26,8 +25,10 @@ from halflife.report.style import (
     REFERENCE_LINE,
     ModelStyle,
     escape_formula,
+    label_point,
     legend,
     note,
+    separate_labels,
     styled,
 )
 
@@ -143,7 +144,6 @@ def _draw_heat_map(axes: Axes, cells: np.ndarray, rows: Sequence[str], columns: 
 
 
 def _look(style: ModelStyle, weight: str) -> dict[str, Any]:
-    """A style in the terms of a line of matplotlib."""
     return {**style._asdict(), **WEIGHTS[weight]}
 
 
@@ -192,7 +192,6 @@ def _draw_reference(axes: Axes, label: str, x: float | None, y: float | None) ->
 
 
 def _set_axis(axes: Axes, name: str, data: Axis, places: Mapping[float, str]) -> None:
-    """Scale, limits and ticks of the x-axis or y-axis."""
     axis = getattr(axes, f"{name}axis")
     if data.log and math.isfinite(axis.get_minpos()):  # a run that diverged at once has no loss at all
         axes.set(**{f"{name}scale": "log"})
@@ -216,15 +215,15 @@ def save(data: FigureData, folder: Path, name: str = "", formats: Sequence[str] 
     """Write `name.png` (150 dpi), `name.svg`, … into the folder and return the files.
 
     A figure with many panels is divided into several files, `name.png`, `name-2.png` and so on. By default the name is
-    that of the figure. Formats are png, svg and pdf; any other is an error (`check_format`).
+    that of the figure. Formats are png, svg and pdf; any other is an error.
     """
     files = []
     for number, figure in enumerate(draw_pages(data), start=1):
         stem = (name or data.name) + ("" if number == 1 else f"-{number}")
         arrange(figure)
-        for file in (folder / f"{stem}.{check_format(suffix)}" for suffix in formats):
-            save_as(figure, file)
-            files.append(file)
+        for suffix in formats:
+            files.append(folder / f"{stem}.{suffix}")
+            save_as(figure, files[-1])
     return files
 
 

@@ -18,8 +18,7 @@ MAX_TICKS = 10
 def memory(result: dict[str, Any]) -> FigureData:
     """Bytes of one sequence's state against its length (both log), for each model and for the KV cache of llama.
 
-    A ring marks where the state of a model becomes smaller than the cache.
-    `result` is that of `evaluation.memory.measure_memory`.
+    A ring marks where the state of a model becomes smaller than the cache. `result` is that of `measure_memory`.
     """
     models, lengths = result["models"], result["lengths"]
     span = (lengths[0], lengths[-1]) if lengths[0] < lengths[-1] else (lengths[0] / 2, 2 * lengths[0])
@@ -65,11 +64,8 @@ def size_ticks(low: float, high: float, most: int = MAX_TICKS) -> dict[float, st
 
 
 def step_times(result: dict[str, Any]) -> FigureData:
-    """Milliseconds of a training step or forward pass against the length of a sequence (both log), for each model.
-
-    `result` is that of `evaluation.throughput.measure_steps`. Earlier ones do not say what was timed.
-    """
-    series, timed = [], result.get("timed", "training step")
+    """Milliseconds of a step that `measure_steps` timed against the length of a sequence (both log), for each model."""
+    series, timed = [], result.get("timed", "training step")  # earlier results do not say what was timed
     for row, style in zip(result["models"], model_styles([x["model"] for x in result["models"]]).values(), strict=True):
         milliseconds = [math.nan if x is None else 1e3 * x for x in row["seconds"]]
         series.append(Series(row["model"], row["model"], style, result["lengths"], milliseconds))

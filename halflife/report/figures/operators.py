@@ -47,11 +47,7 @@ def _circle(radius: float, style: ModelStyle) -> Series:
 
 
 def power_map(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> FigureData:
-    """One panel above the other with the share of answers that is recalled, in percent.
-
-    Args:
-        panels: title → row → column → fraction, with the same columns everywhere. A cell that a row lacks stays empty.
-    """
+    """Panels, title → row → column → share of answers recalled, one above the other. Missing cells stay empty."""
     columns = list(dict.fromkeys(column for rows in panels.values() for row in rows.values() for column in row))
     maps = [
         HeatMap(

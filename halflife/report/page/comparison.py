@@ -1,4 +1,4 @@
-"""The report page of a comparison: findings, summary table, figures, settings and commands."""
+"""The report page of a comparison, on tasks or on text: findings, summary table, figures, settings and commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from halflife.files import RUN_JSON, flatten, read_json_object
 from halflife.report.figures.data import UNFINISHED
+from halflife.report.figures.decays import unit
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.comparison import levels, recall_sentence
+from halflife.runs.folder import read_grid
 from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, mean, repeated_tests
 from halflife.tasks import TASKS
 
@@ -33,6 +35,7 @@ STATE_SIZE = Column("state size", "state_size", {}, count, None)
 # It moves by a factor of 1.7 from run to run on a busy machine, so that no best one is marked.
 SPEED = Column("tokens/s", "tokens_per_second", {}, count, None)
 LEARNING_RATE = Column("learning rate", "learning_rate", {}, lambda value: f"{value:.3g}", None)
+GRID_COLUMNS = [Column("test loss", "loss", {}, "{:.4f}".format, min), PARAMETERS, STATE_SIZE, SPEED, LEARNING_RATE]
 
 
 def comparison_page(run: Comparison) -> dict[str, Any]:
@@ -132,7 +135,6 @@ def _finite(values: list[float]) -> list[float]:
 
 
 def _complete(values: list[float]) -> bool:
-    """Whether there are values and all of them are finite."""
     return bool(values) and len(_finite(values)) == len(values)
 
 
@@ -235,3 +237,37 @@ def _in_lengths(run: Comparison, length: int) -> str:
     """A length in tokens and in training lengths, "512 (8T)"."""
     times = run.times(length)
     return f"{length:,} ({times})" if times else f"{length:,}"
+
+
+def decay_grid_page(run: Comparison) -> dict[str, Any]:
+    """The variables of the page's template, without the figures."""
+    data = read_grid(run.path)
+    return sweep_page(run, grid_findings(data, unit(run)), _grid_table(run, data["paper"]))
+
+
+def grid_findings(data: dict[str, Any], unit: str = "byte") -> list[str]:
+    """The model with the lowest loss, and for each finding of the paper whether it holds."""
+    losses = {name: [seed["test"] for seed in seeds.values()] for name, seeds in data["results"].items()}
+    if not losses:
+        return [UNFINISHED]
+    seeds = max(map(len, losses.values()))
+    # A mean that leaves out diverged seeds is too good. Models with such seeds therefore rank last.
+    best = min(losses, key=lambda name: (len(losses[name]) < seeds, mean(losses[name])))
+    losses[best] += [math.nan] * (seeds - len(losses[best]))
+    text = f"{best} has the lowest test loss in nats a {unit}, {spread(losses[best], '{:.4f}'.format)}."
+    return [text, *data["findings"]]
+
+
+def _grid_table(run: Comparison, papers: dict[str, float | None]) -> Table:
+    return Table(
+        ["model", GRID_COLUMNS[0].label, "paper's loss", *(column.label for column in GRID_COLUMNS[1:])],
+        [_with_paper(row, papers) for row in rows_of_models(run, GRID_COLUMNS, "loss")],
+        f"Test loss of each model in nats a {unit(run)}, as a mean and for each seed. The paper's loss is in "
+        "nats a token. The lowest loss is marked.",
+    )
+
+
+def _with_paper(row: Row, papers: dict[str, float | None]) -> Row:
+    """The row with the paper's loss in the third column."""
+    paper = papers.get(row[0].text) if row and isinstance(row[0], Cell) else None
+    return [*row[:2], Cell(MISSING) if paper is None else Cell(f"{paper:.3f}", paper), *row[2:]] if row else row

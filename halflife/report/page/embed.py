@@ -28,7 +28,7 @@ def page(name: str, title: str, script: str, data: Any, connect: bool = False, *
 
 
 def style(name: str) -> str:
-    """The style sheet of a page, after the colours that all pages share."""
+    """The style sheet of a page, after the colours and rules that all pages share."""
     return "".join((HERE / file).read_text(encoding="utf-8") for file in ("colours.css", f"{name}.css"))
 
 

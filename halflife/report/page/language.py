@@ -65,7 +65,6 @@ def findings(run: LanguageRun) -> list[str]:
 
 
 def _unit(run: LanguageRun) -> str:
-    """What a token of the run is."""
     return unit_of(run.config["data"]["tokenizer"])
 
 

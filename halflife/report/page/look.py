@@ -52,16 +52,10 @@ def look_data(
     lens: Lens, tokens: Sequence[str], *, ids: bool = False, chosen: Sequence[Head] = (), pairs: Sequence[Pair] = (),
     budget: int = BUDGET, progress: Progress = ignore,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the page of a lens draws, as JSON.
+    """What the page of a lens draws, as JSON, with what is written for each token in `tokens`.
 
-    Args:
-        lens: the lens.
-        tokens: what is written for each token.
-        ids: whether the tokens are numbers, which need room between them.
-        chosen: heads that the page must have.
-        pairs: the pairs of a recall task.
-        budget: bytes of the numbers of heads.
-        progress: is called with 1 for each head.
+    With `ids` these are numbers, which need room between them. The page must have the `chosen` heads. `budget` is in
+    bytes of the numbers of heads, and `progress` is called with 1 for each head.
     """
     labels = typical_heads(lens)
     heads = list(dict.fromkeys([*chosen, *labels, *_spread(lens)]))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from halflife.analysis.model_spectrum import training_position
-from halflife.analysis.tables import table_rows
 from halflife.files import write_text
 from halflife.report.figures.decays import decays
 from halflife.report.figures.spectrum import modes
@@ -16,7 +15,7 @@ from halflife.report.page.comparison import listed
 from halflife.report.page.render import render
 from halflife.report.page.spectrum import explorer_of_measurements, opened
 from halflife.report.table import GAP, Cell, Row, Table, pairs
-from halflife.report.tables.spectrum import layer_groups
+from halflife.report.tables.spectrum import layer_groups, table_rows
 from halflife.runs.folder import REPORT_HTML
 from halflife.runs.versions import versions
 
@@ -29,10 +28,9 @@ FRACTIONS = ("too_slow", "too_fast")
 
 
 def write_spectrum_page(result: dict[str, Any], folder: Path, command: str, findings: Sequence[str] = ()) -> Path:
-    """Write `report.html` into a folder and return its path.
+    """Write `report.html` of `ModelMeasurements.to_dict()` into a folder, and return its path.
 
-    `result` is `ModelMeasurements.to_dict()`, and `command` the command line that measured the models. The `findings`
-    of `halflife diagnose` take the place of the page's own.
+    The `findings` of `halflife diagnose` take the place of the page's own.
     """
     path, page = folder / REPORT_HTML, spectrum_page(result, command)
     if findings:

@@ -124,7 +124,6 @@ def _phrase(axis: Axis, name: str) -> str:
 
 
 def _reference(reference: Reference) -> dict[str, Any]:
-    """A dashed line across the panel with its label."""
     line = {"type": "line", "line": {"color": INK, "width": 1, "dash": "dash"}}
     place = {"textposition": "end", "textangle": 0, "yanchor": "bottom"}
     label = {"text": reference.label, **place, "font": {"color": INK}}

@@ -12,8 +12,7 @@ from matplotlib.colors import to_hex
 
 from halflife.files import write_text
 from halflife.report.figures.data import FASTEST, NO_DATA, SLOWEST, FigureData
-from halflife.report.page.comparison import comparison_page
-from halflife.report.page.decay_grid import decay_grid_page
+from halflife.report.page.comparison import comparison_page, decay_grid_page
 from halflife.report.page.embed import data_of, policy, style
 from halflife.report.page.language import language_page
 from halflife.report.page.plotly_renderer import plot

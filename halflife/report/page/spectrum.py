@@ -14,7 +14,7 @@ from halflife.models import LanguageModel, checkpoint
 from halflife.models.timescales import granularity, layer_decays, timescales
 from halflife.report.figures.data import FASTEST, SLOWEST
 from halflife.report.numbers import evenly, rounded
-from halflife.report.tables.timescales import MAX_CHANNELS
+from halflife.report.tables.csv_files import MAX_CHANNELS
 from halflife.runs.records import Training
 
 LAST_POSITION = 16  # training lengths
@@ -54,15 +54,10 @@ def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | No
 
 
 def explorer_of_measurements(models: Sequence[Mapping[str, Any]], length: int | None) -> dict[str, Any] | None:
-    """The measured spectra of models as the page's script reads them, or None without a model.
+    """The measured spectra of models as the page's script reads them, or None without a model or any T; see `explorer`.
 
-    Args:
-        models: `ModelMeasurement.to_dict()` of models with a decay.
-        length: tokens of a sequence of the text, which is T where no model's training length is known.
-
-    Returns:
-        See `explorer`. "trained" has the time-scales at zero input and "initial" those on the text, as the names say.
-        It is None also without any T.
+    `models` are `ModelMeasurement.to_dict()` of models with a decay, and `length` is T where no model's training length
+    is known. "trained" has the time-scales at zero input and "initial" those on the text, as the names say.
     """
     known = next((model["positions"][1] for model in models if len(model["positions"]) > 1), length)
     if not models or known is None:
@@ -146,10 +141,8 @@ def _load(one: Training) -> tuple[LanguageModel | None, str]:
         reason = "The weights are missing"
     except ValueError:  # weights of another version, or damaged ones
         reason = "The weights are damaged, or of another version"
-    return (
-        None,
-        f"{reason}. The plot shows the time-scales measured after training, which are known at a few positions. ",
-    )
+    known = "The plot shows the time-scales measured after training, which are known at a few positions. "
+    return None, f"{reason}. {known}"
 
 
 @torch.no_grad()

@@ -33,10 +33,7 @@ REGISTRIES = {
 
 
 def print_names(experiments: dict[str, str], rows: Sequence[str]) -> None:
-    """Print every name that a user can choose, with its summary.
-
-    Experiments are given as name → summary, and `rows` are those of the Decay paper's grid.
-    """
+    """Print every name with its summary: `experiments`, name → summary, `rows` of the Decay paper's grid, and ours."""
     groups = list(dict.fromkeys(row.partition("/")[0] for row in rows if "/" in row))
     tables = {
         f"{title}{family}": {name: registry.summary(name) for name in names}

@@ -52,9 +52,12 @@ def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
             notes.append("per: `persist`, the training K in T tokens, asked early for the most part.")
     elif any(length is None for _, length in keys):
         notes.append("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
+    # The test in distribution has its length where models were trained at several.
+    trained = [key for key in keys if key[0] == IN_DISTRIBUTION]
+    headings = ["in" if trained == [key] else _heading(*key, lags) for key in keys]
     return (
         Table(("model", "lr", "seed", "parameters", "state", "tokens/s"), runs, title="runs"),
-        Table(("model", "seed", *_headings(keys, lags)), tests, "\n".join(notes), "accuracy, %"),
+        Table(("model", "seed", *headings), tests, "\n".join(notes), "accuracy, %"),
     )
 
 
@@ -82,7 +85,6 @@ def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[
 
 
 def _over_lengths(cells: Mapping[tuple[str, int], Any]) -> dict[tuple[str, None], Any]:
-    """Return the mean of each test over its lengths."""
     tests: dict[tuple[str, None], list[Any]] = {}
     for (test, _), value in cells.items():
         tests.setdefault((test, None), []).append(value)
@@ -92,14 +94,8 @@ def _over_lengths(cells: Mapping[tuple[str, int], Any]) -> dict[tuple[str, None]
     }
 
 
-def _headings(keys: Iterable[tuple[str, int | None]], lags: Mapping[Any, float]) -> list[str]:
-    """The headings of tests. The one in distribution has its length where models were trained at several."""
-    trained = [key for key in keys if key[0] == "in_distribution"]
-    return ["in" if trained == [key] else _heading(*key, lags) for key in keys]
-
-
 def _heading(test: str, length: int | None, lags: Mapping[Any, float]) -> str:
-    short = "in" if test == "in_distribution" else test
+    short = "in" if test == IN_DISTRIBUTION else test
     return short if length is None else f"{short[:3]}\n{lags.get((test, length), length):.0f}"
 
 

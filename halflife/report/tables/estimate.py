@@ -85,14 +85,8 @@ def print_plans(needs: Needs, model: str, gpus: int) -> None:
         "Memory and bytes sent in a step are those of one GPU. Times are floors, of products and the wire alone. The "
         "longest\nrow is that of all GPUs together."
     )
-    show(
-        Table(
-            headings,
-            rows,
-            note,
-            f"{model} on GPUs: {needs.steps:,} steps of {needs.rows:,} rows of {needs.length:,} tokens",
-        )
-    )
+    title = f"{model} on GPUs: {needs.steps:,} steps of {needs.rows:,} rows of {needs.length:,} tokens"
+    show(Table(headings, rows, note, title))
 
 
 def describe_trial(trial: Trial, here: bool = True) -> str:

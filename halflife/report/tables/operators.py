@@ -36,10 +36,16 @@ def write_data(result: dict[str, Any], folder: Path) -> Path:
 
 def operator_tables(result: dict[str, Any]) -> Iterator[Table]:
     """A table for each model of the result of `operators_of` that fits 80 columns, with a row for each head."""
+    legend = (
+        f"text: {result['sequences']} × {result['length']:,} tokens. Numbers are medians over sequences.\n"
+        f"|λ|: median and 95 % quantile of the modes. lasts: modes with |1 − γλ| ≤ {result['delta']:g}.\n"
+        "kept: mean of |γλ|². left: fraction of the values' energy that ridge regression\n"
+        "leaves. bias: what the filter adds. linear: distance from linear attention."
+    )
     for i, model in enumerate(result["models"], 1):
         layers = model["layers"]
         rows = grouped((str(layer["layer"]), [_cells(layer, head) for head in layer["heads"]]) for layer in layers)
-        note = "\n".join([*map(_sentence, layers), *([_legend(result)] if i == len(result["models"]) else [])])
+        note = "\n".join([*map(_sentence, layers), *([legend] if i == len(result["models"]) else [])])
         yield Table(HEADINGS, rows, note, f"Koopman operators of {model['model']}")
 
 
@@ -57,13 +63,4 @@ def _sentence(layer: dict[str, Any]) -> str:
     return (
         f"layer {layer['layer']}: {layer['tokens']:,} tokens in {layer['state_size']:,} numbers per head "
         f"(a cache is larger from {math.floor(layer['crossover']) + 1:,} on){retries}"
-    )
-
-
-def _legend(result: dict[str, Any]) -> str:
-    return (
-        f"text: {result['sequences']} × {result['length']:,} tokens. Numbers are medians over sequences.\n"
-        f"|λ|: median and 95 % quantile of the modes. lasts: modes with |1 − γλ| ≤ {result['delta']:g}.\n"
-        "kept: mean of |γλ|². left: fraction of the values' energy that ridge regression\n"
-        "leaves. bias: what the filter adds. linear: distance from linear attention."
     )

@@ -74,11 +74,7 @@ def _distribution(model: LanguageModel, ids: Tensor) -> dict[str, Any]:
 
 
 def regress(predictors: Sequence[Sequence[float]], losses: Sequence[float]) -> dict[str, Any]:
-    """Fit losses by least squares to a constant and predictors, and estimate the error on a row that was left out.
-
-    Args:
-        predictors: the predictors of each row.
-        losses: the loss of each row.
+    """Fit losses of rows by least squares to a constant and predictors, and estimate the error on a row left out.
 
     Returns:
         "coefficients", "low" and "high", with 95 % intervals by bootstrap over rows; "error", the root mean square
@@ -143,17 +139,13 @@ def report(folder: Path, rows: Rows, decays: Callable[[Path, Rows], list[dict[st
         return ""
     found = regressions(runs)
     write_json(folder / DECAY_REGRESSION_JSON, {"runs": runs, "regressions": found})
+    table = [list(_row(f"{name} of λ {WHEN[when]}", one)) for when in WHEN for name, one in found[when].items()]
     return "\n".join([
         "## Does the distribution of λ predict the loss?", "",
         "Median λ, and the distance of its quartiles (spread), on the test text, as means over layers. The error is "
         "that on a row which the regression has not seen. Coefficients have 95 % intervals by bootstrap over rows.",
-        "", Table(HEADING, regression_rows(found)).markdown(), "",
+        "", Table(HEADING, table).markdown(), "",
     ])  # fmt: skip
-
-
-def regression_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The cells of a table of `regressions`, under `HEADING`."""
-    return [list(_row(f"{name} of λ {WHEN[when]}", one)) for when in WHEN for name, one in found[when].items()]
 
 
 def _row(name: str, one: Mapping[str, Any]) -> Iterator[str]:

@@ -210,24 +210,14 @@ def stability(folder: Path, rows: Rows, known: Mapping[str, Any]) -> dict[str, A
 
 def _measured(path: Path, row: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
     model = checkpoint.load(path).eval()
-    tested = sorted(
-        {
-            (one["length"], one["num_pairs"])
-            for one in rows
-            if one["model"] == row["model"] and one["test"] == "retained"
-        }
-    )
-    batches = [
-        build(
-            "mqar", vocab_size=model.config.vocab_size, length=t, num_pairs=int(pairs), gap=t - 4 * int(pairs)
-        ).generate(STABILITY_TEXTS, 0)
-        for t, pairs in tested
-    ]
+    own = [one for one in rows if one["model"] == row["model"] and one["test"] == "retained"]
+    tested = sorted({(one["length"], int(one["num_pairs"])) for one in own})
+    sizes = {"vocab_size": model.config.vocab_size}
+    tasks = [build("mqar", **sizes, length=t, num_pairs=pairs, gap=t - 4 * pairs) for t, pairs in tested]
+    batches = [task.generate(STABILITY_TEXTS, 0) for task in tasks]
     positions = [t for t, _ in tested if 2 * t <= tested[-1][0]]
+    followed = state_stability(model, batches[-1].inputs, positions) if positions else []
     return {
-        "model": row["model"],
-        "positions": [one.to_dict() for one in state_stability(model, batches[-1].inputs, positions)]
-        if positions
-        else [],
+        "model": row["model"], "positions": [one.to_dict() for one in followed],
         "gradients": [gradient_norms(model, batch).to_dict() for batch in batches],
-    }
+    }  # fmt: skip

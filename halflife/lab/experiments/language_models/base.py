@@ -19,7 +19,7 @@ from halflife.models import SIZES, ModelConfig, preset
 from halflife.report.intervals import with_interval
 from halflife.report.markdown import Rows, models
 from halflife.report.table import Table
-from halflife.report.tables.lengths import length_table
+from halflife.report.tables.csv_files import length_table
 from halflife.runs.folder import RESULTS_JSON
 from halflife.runs.folder import read as read_comparison
 from halflife.runs.language_run import LanguageConfig

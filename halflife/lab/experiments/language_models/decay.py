@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS
-from halflife.lab.experiments.decay_design import DecayDesign, DecayDesignSettings
-from halflife.lab.experiments.decay_findings import finding_sentences
+from halflife.lab.experiments.decay_design import DecayDesign, DecayDesignSettings, finding_sentences
 from halflife.lab.experiments.decay_rows import paper_loss, row_or_preset
 from halflife.lab.experiments.language_models import base as language
 from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment

@@ -186,7 +186,6 @@ def _printed(keys: Tensor, values: Tensor, query: Tensor, generator: torch.Gener
 
 
 def _memory() -> dict[str, dict[str, Any]]:
-    """§3.5, §6.2 and Prop. I.14."""
     rank, width = 56, 64
     cache = [length * (rank + width) for length in range(1, 1000)]
     smaller = next(length for length, size in enumerate(cache, 1) if size > ska_state_size(rank, width))

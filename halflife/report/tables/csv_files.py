@@ -1,4 +1,4 @@
-"""The table `timescales.csv` of a comparison: decay time-scales before and after training."""
+"""The tables of a comparison as files: `timescales.csv`, and for text `lengths.csv` with a table of means."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from halflife.files import write_text
+from halflife.report.intervals import with_interval
 from halflife.report.numbers import evenly
 from halflife.report.table import Table
-from halflife.runs.folder import TIMESCALES_CSV
+from halflife.runs.folder import LENGTHS_CSV, TIMESCALES_CSV
 from halflife.runs.records import CELL, Comparison
 
-COLUMNS = ("layer", "position", "channel", "initial", "trained")
+TIMESCALES = ("layer", "position", "channel", "initial", "trained")
+LENGTHS = ("length", "perplexity", "last_perplexity")
 Position = TypeVar("Position", int, float)
 MAX_CHANNELS = 64  # of one layer; vector decays have hundreds
 
@@ -32,7 +34,7 @@ def write_timescales(run: Comparison) -> None:
         for row in _rows_of(layer, run.train_length)
     ]
     if rows:
-        write_text(run.path / TIMESCALES_CSV, Table((*CELL, *COLUMNS), rows).csv())
+        write_text(run.path / TIMESCALES_CSV, Table((*CELL, *TIMESCALES), rows).csv())
 
 
 def _rows_of(layer: dict[str, Any], train_length: int | None) -> Iterator[tuple[Any, ...]]:
@@ -48,3 +50,30 @@ def _rows_of(layer: dict[str, Any], train_length: int | None) -> Iterator[tuple[
 def nearest_to(train_length: int | None, positions: Iterable[Position]) -> Position:
     """The position that is nearest to the training length; the first one if that is not known."""
     return min(positions, key=lambda position: abs(position - (train_length or math.inf)))
+
+
+def write_lengths(run: Comparison) -> None:
+    """Write the perplexities on the test text, if a model on text has finished.
+
+    A row is a length of one run, in tokens, with the perplexity of all of its tokens and of its last T ones.
+    """
+    rows = [(*cell, *(at[key] for key in LENGTHS)) for one, cell in run.cells() for at in one.lengths]
+    if rows:
+        write_text(run.path / LENGTHS_CSV, Table((*CELL, *LENGTHS), rows).csv())
+
+
+def length_table(run: Comparison) -> str:
+    """The perplexity of the last T tokens of texts of each length: means over seeds with their intervals, or ""."""
+    lengths = sorted({at["length"] for one in run.trainings for at in one.lengths})
+    table = []
+    for model in run.models:
+        found = [{at["length"]: at["last_perplexity"] for at in one.lengths} for one in run.trainings_of(model)]
+        values = ([each[n] for each in found if n in each] for n in lengths)
+        table.append([model, *(_of_seeds(own, len(found)) for own in values)])
+    return Table(["perplexity of the last T of", *(f"{n:,}" for n in lengths)], table).markdown() if lengths else ""
+
+
+def _of_seeds(values: list[float], seeds: int) -> str:
+    """The mean, with the number of the seeds that have it if some diverged."""
+    mean = with_interval(values, 3) if values else "–"
+    return mean if len(values) in (0, seeds) else f"{mean} ({len(values)} of {seeds} seeds)"

@@ -1,1 +1,0 @@
-"""Commands that prepare texts, one file a command."""
