@@ -326,6 +326,10 @@ def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, mon
         interrupt()
     assert stop.value.code == 130
     assert "resume with: halflife train --resume out" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit), resumable("halflife train --resume out", place / "out" / "run.json"):
+        interrupt()
+    assert not capsys.readouterr().err
 
 
 def test_a_hint_to_resume_repeats_how_the_run_was_done(place, monkeypatch, capsys):

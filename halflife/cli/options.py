@@ -118,19 +118,24 @@ def command_line() -> str:
 def resumable(command: str, begun: Path) -> Iterator[None]:
     """End an interrupted job (Ctrl-C, or a signal on which it saves) with a message that shows `command`, to resume it.
 
-    Without the file `begun` there is nothing to resume.
+    Without the file `begun` there is nothing to resume. Of the processes of torchrun the first one says it.
     """
     from halflife.training.fit import StoppedBySignal
 
     try:
         yield
     except StoppedBySignal as stopped:
-        print(f"\n{stopped}; resume with: {command}", file=sys.stderr)
+        _say_once(f"\n{stopped}; resume with: {command}")
         raise SystemExit(128 + stopped.number) from None
     except KeyboardInterrupt:
         hint = f"resume with: {command}" if begun.exists() else "nothing was written yet, so give the command again"
-        print(f"\ninterrupted; {hint}", file=sys.stderr)
+        _say_once(f"\ninterrupted; {hint}")
         raise SystemExit(130) from None
+
+
+def _say_once(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def silence_stdout() -> None:
