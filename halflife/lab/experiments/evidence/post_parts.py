@@ -146,7 +146,7 @@ class PostTakenApart(MQARExperiment):
         return with_part(mqar_model(preset, settings), name, part, settings.train_length)
 
 
-# The sizes of the trials in docs/log.md.
+# The models of docs/results/post_parts_text.md.
 SMALL = LanguageSettings(
     hidden_size=192, num_layers=3, train_length=512, batch_size=1, steps=1464, learning_rate=1e-3, bf16=True,
     validate_every=366, save_every=366, validation_tokens=1 << 15, test_tokens=1 << 16, num_heads=6,
