@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from halflife.lab.experiments import compare
-from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, regress, regression_rows, regressions
+from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, _row, regress, regressions
 from halflife.report.figures.decays import loss_by_decay
 from halflife.report.figures.matplotlib_renderer import arrange, draw, save_as
 from halflife.report.style import PLACES
@@ -38,12 +38,11 @@ def test_a_parabola_has_its_minimum():
 
 
 def test_a_parabola_says_where_its_minimum_is_or_that_it_has_none():
-    cells = regression_rows({"init": {}, "trained": {"square": ROW | MINIMUM}})
-    assert cells[0][2].endswith("; best at 0.80 [0.70, 0.90]")
-    cells = regression_rows({"init": {"square": ROW | MINIMUM | {"best low": math.nan}}, "trained": {}})
-    assert cells[0][2].endswith("; best at 0.80 (not certain)")
-    cells = regression_rows({"init": {"square": ROW | dict.fromkeys(MINIMUM, math.nan)}, "trained": {}})
-    assert cells[0][2].endswith("; no minimum")
+    for minimum, words in (
+        (MINIMUM, "; best at 0.80 [0.70, 0.90]"), (MINIMUM | {"best low": math.nan}, "; best at 0.80 (not certain)"),
+        (dict.fromkeys(MINIMUM, math.nan), "; no minimum"),
+    ):  # fmt: skip
+        assert list(_row("square", ROW | minimum))[2].endswith(words)
 
 
 def test_errors_are_those_of_rows_that_are_left_out():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import assert_raises, cases, generator
 
-from halflife.analysis import koopman, tables
+from halflife.analysis import koopman
 from halflife.analysis.capture import ska_layers
 from halflife.analysis.decays import measure_decays
 from halflife.analysis.koopman import Operator
@@ -20,7 +20,7 @@ from halflife.report.figures.decays import decays
 from halflife.report.figures.matplotlib_renderer import draw, save
 from halflife.report.figures.operators import operators
 from halflife.report.table import show
-from halflife.report.tables import operators as koopman_report
+from halflife.report.tables import spectrum as tables
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 SINGLE = 4 * 4.4e-6  # the state is float32; worst measured error, relative
@@ -28,7 +28,7 @@ HEADS, RANK = 2, 6
 
 
 def read_operators(folders, text, **reading):
-    return koopman_report.operators_of(measure_models(folders, text, **reading).to_dict())
+    return tables.operators_of(measure_models(folders, text, **reading).to_dict())
 
 
 def hybrid(base="mamba2", layers=(1,), num_layers=3, **options):
@@ -147,14 +147,14 @@ def run_dir(tmp_path):
 
 
 def show_operators(result, output):
-    show(*koopman_report.operator_tables(result))
-    return [koopman_report.write_data(result, output), *save(operators(result), output)]
+    show(*tables.operator_tables(result))
+    return [tables.write_data(result, output), *save(operators(result), output)]
 
 
 def write_all(folder, text, output):
     options = {"length": 32, "sequences": 3}
     result = measure_models([folder], [text], **options).to_dict()
-    return [*tables.write_tables(result, output), *show_operators(koopman_report.operators_of(result), output)]
+    return [*tables.write_tables(result, output), *show_operators(tables.operators_of(result), output)]
 
 
 def test_decays_and_operators_end_to_end(run_dir, tmp_path, capsys):
@@ -179,7 +179,7 @@ def test_the_table_fits_a_terminal(run_dir, tmp_path, capsys):
     for layer in result["models"][0]["layers"]:
         layer |= {"rank": 64, "retries": 3}
         layer["heads"] = [{**layer["heads"][0], "head": h, "condition": 1.23e6} for h in range(12)]
-    show(*koopman_report.operator_tables(result))
+    show(*tables.operator_tables(result))
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert "3 factorisations repeated" in "\n".join(lines)

@@ -13,7 +13,7 @@ from helpers import assert_close, assert_raises, cases, ids_of
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
-from halflife.analysis import survey, tables
+from halflife.analysis import survey
 from halflife.analysis.model_spectrum import effective_modes, model_spectrum, spectrum_at, taper_report
 from halflife.cli import main
 from halflife.decay import DECAYS, SpectralDecay
@@ -24,6 +24,7 @@ from halflife.models.load import checkpoints, load_any
 from halflife.models.timescales import layer_decays
 from halflife.report.figures import spectrum as model_spectrum_figures
 from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.tables.spectrum import write_tables
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 FLOAT32 = 4 * 2.8e-7  # of time-scales, relative; worst measured error
@@ -350,7 +351,7 @@ def data(tmp_path):
         checkpoint.save(tiny(name), tmp_path / "run" / name)
     (tmp_path / "text").write_bytes(TEXT)
     result = survey.measure_models([tmp_path / "run"], [tmp_path / "text"], length=32, sequences=2).to_dict()
-    tables.write_tables(result, tmp_path)
+    write_tables(result, tmp_path)
     return json.loads((tmp_path / "decays.json").read_text(), parse_constant=pytest.fail)
 
 

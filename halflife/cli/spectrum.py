@@ -59,14 +59,12 @@ class Spectrum:
         from halflife.analysis.survey import measure_models
         from halflife.cli.options import command_line, default_device
         from halflife.files import finite, writable
-        from halflife.report.figures.decays import decays
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.operators import operators
-        from halflife.report.figures.spectrum import spectrum_figures
         from halflife.report.page.model_spectrum import write_spectrum_page
+        from halflife.report.redraw import SPECTRUM_FILES
         from halflife.report.table import show
-        from halflife.report.tables.operators import operator_tables, operators_of, write_data
-        from halflife.report.tables.spectrum import spectrum_tables, write_tables
+        from halflife.report.tables import spectrum as tables
 
         output = self.output or default_output(self.folders, "spectrum")
         with writable(output):
@@ -74,16 +72,14 @@ class Spectrum:
                 self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
                 tokenizer=self.tokenizer, show=not self.quiet, device=default_device(self.device),
             ).to_dict()  # fmt: skip
-        show(*spectrum_tables(result, heads=self.heads))
-        files = write_tables(result, output)
-        if self.text:
-            files += save(decays(result), output)
-        for figure in spectrum_figures(finite(result)):
+        show(*tables.spectrum_tables(result, heads=self.heads))
+        files = tables.write_tables(result, output)
+        for figure in SPECTRUM_FILES["decays"](finite(result)):
             files += save(figure, output)
-        with_ska = operators_of(result)
+        with_ska = tables.operators_of(result)
         if with_ska["models"]:
-            show(*operator_tables(with_ska))
-            files += [write_data(with_ska, output), *save(operators(with_ska), output)]
+            show(*tables.operator_tables(with_ska))
+            files += [tables.write_data(with_ska, output), *save(operators(with_ska), output)]
         if any(model["layers"] for model in result["models"]):
             files.append(write_spectrum_page(result, output, command_line()))
         print(f"written to {output}: {', '.join(file.name for file in files)}")

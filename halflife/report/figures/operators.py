@@ -20,7 +20,7 @@ def operators(result: dict[str, Any]) -> FigureData:
     """Eigenvalues of A_w in the complex unit disc, after the first sequence: a panel for each layer.
 
     Every head has a colour and a marker. On the dashed circle, the power filter halves a mode at γ = 1. `result` is
-    that of `report.tables.operators.operators_of`, with at least one model.
+    that of `report.tables.spectrum.operators_of`, with at least one model.
     """
     models = {model["model"]: model["layers"] for model in result["models"]}
     layers = [layer for own in models.values() for layer in own]
