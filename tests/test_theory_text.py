@@ -12,7 +12,7 @@ from halflife.analysis.koopman import Operator
 from halflife.decay.minimax import geometric_rates, taper
 from halflife.lab.theory import correlations, spectra
 from halflife.lab.theory.normalization import FORMS, relative_energies
-from halflife.lab.theory.statements import BOUND, IDENTITY, NUMBER, gate_rank, post, ska, ska_filter, statements
+from halflife.lab.theory.statements import BOUND, IDENTITY, NUMBER, gate_rank, post, ska, statements
 from halflife.lab.theory.statements.decay import median_decay
 from halflife.lab.theory.statements.row import error, quotient
 from halflife.lab.theory.stationarity import block_averages, block_exponents, spectral_density
@@ -275,7 +275,7 @@ def test_recall_of_held_tokens_by_a_literal_operator():
     for i in range(pairs):
         answer = values @ inverse @ step @ step @ tokens[2 * i]
         hits += int((tokens[1::2] @ answer).argmax()) == i
-    assert ska_filter.recall_of_held(2, held, pairs=pairs, rank=rank, draws=1) == hits / pairs
+    assert ska.recall_of_held(2, held, pairs=pairs, rank=rank, draws=1) == hits / pairs
 
 
 def test_ridge_recalls_no_more_pairs_than_its_rank_holds(found):
@@ -287,7 +287,7 @@ def test_ridge_recalls_no_more_pairs_than_its_rank_holds(found):
 
 def test_a_normal_operator_has_the_eigenvalues(found):
     levels = torch.tensor([[0.9, 0.2, -0.4]]).double()
-    operator = ska_filter.normal_operator(levels, generator("normal"))
+    operator = ska.normal_operator(levels, generator("normal"))
     assert isinstance(operator, Operator)
     torch.testing.assert_close(operator.whitened, torch.diag_embed(levels))
     torch.testing.assert_close(operator.regularised, torch.eye(3).double()[None])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halflife.files import finite
 from halflife.lab.theory.correlations import TAILS, centred_vectors, power, power_law, resamples, slope
 
 BLOCK_FACTORS = (2, 4, 8, 16, 32)
@@ -64,7 +65,7 @@ def block_exponents(
     found = (_exponents(covariances.mean(0), factors), *ends)
     return {
         "factors": list(factors), "lags": list(lags), "blocks": blocks, "beta": law["exponent"],
-        **{name: _finite(values) for name, values in zip(names, found, strict=True)},
+        **{name: finite(values.tolist()) for name, values in zip(names, found, strict=True)},
     }  # fmt: skip
 
 
@@ -77,10 +78,6 @@ def _exponents(covariances: Tensor, factors: Sequence[int]) -> Tensor:
     """Return h `[…, B, S]` from the covariances of b = 1 and of all factors, `[…, 1 + B, S]`; NaN if not positive."""
     positive = torch.where(covariances > 0, covariances, math.nan).log()
     return (positive[..., :1, :] - positive[..., 1:, :]) / torch.tensor(factors).double().log().unsqueeze(-1)
-
-
-def _finite(values: Tensor) -> list[list[float | None]]:
-    return [[None if math.isnan(x) else x for x in row] for row in values.tolist()]
 
 
 def spectral_density(
