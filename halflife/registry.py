@@ -36,6 +36,13 @@ def check_choice(kind: str, name: str, choices: Collection[str]) -> None:
         raise unknown(kind, name, list(choices))
 
 
+def check_least(least: int = 1, **values: int) -> None:
+    """Raise a ValueError about the first of the values that is less than `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}")
+
+
 @cache
 def _own_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     """Return what `cls(…)` takes, by name; see `constructor_parameters`."""

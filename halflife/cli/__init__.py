@@ -18,7 +18,7 @@ from halflife.cli.options import check_device, one_line_errors, one_line_warning
 from halflife.extras import EXTRAS, install, missing, require
 from halflife.files import CONFIG_JSON
 from halflife.layers import LAYERS
-from halflife.registry import constructor_parameters, plain_type, unknown
+from halflife.registry import check_choice, constructor_parameters, plain_type
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
 
@@ -175,8 +175,7 @@ def parse(arguments: list[str], **options: Any) -> Any:
         name, *rest = arguments
         if (known := "--gradient-checkpointing") in rest:  # as the Trainer of transformers calls it
             rest = [*(word for word in rest if word != known), "--recompute", "blocks"]
-        if name not in COMMANDS:
-            raise unknown("command", name, list(COMMANDS))
+        check_choice("command", name, COMMANDS)
         if not rest and (lacking := CHOICES.get(name) or _required(command_class(name))):
             raise ValueError(f"{name} needs {' and '.join(lacking)}. {_about(command_class(name))}")
         return tyro.cli(

@@ -20,6 +20,7 @@ from halflife.evaluation import evaluating
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint
 from halflife.packing import Packing
+from halflife.registry import check_least
 from halflife.runs.one import CellConfig, ModelRun, training_device
 from halflife.tasks import IGNORED
 from halflife.training.carried import require_constant_state
@@ -66,9 +67,7 @@ class LanguageConfig(CellConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("context", "validation_tokens", "test_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        check_least(context=self.context, validation_tokens=self.validation_tokens, test_tokens=self.test_tokens)
 
     def portable(self, saved: dict[str, Any], folder: Path) -> dict[str, Any]:
         # A relative path is one that `run.json` holds, because those of a configuration are absolute. The folder of the

@@ -24,6 +24,7 @@ from halflife.models.session import Decoded, decoder
 from halflife.models.states import form, select, stack
 from halflife.models.text import NOT_FINITE, context, likeliest
 from halflife.ops.linear import fast_linears
+from halflife.registry import check_least
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Counts, Done, Failed, Full, Job, Row, Stopping
 from halflife.serve.prefixes import BLOCK_TOKENS, Prefix, PrefixCache
@@ -53,12 +54,9 @@ class Engine:
         piece: int = 512,
         cache_bytes: int = 1 << 28,
     ) -> None:
-        for name, value, least in (
-            ("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1), ("piece", piece, BLOCK_TOKENS),
-            ("cache_bytes", cache_bytes, 0),
-        ):  # fmt: skip
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}; got {value}")
+        check_least(max_rows=max_rows, max_waiting=max_waiting)
+        check_least(BLOCK_TOKENS, piece=piece)
+        check_least(0, cache_bytes=cache_bytes)
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.max_waiting, self.piece = max_rows, max_waiting, piece
         self.device, self._hidden = model.embedding.weight.device, decoder(model, last_hidden)

@@ -61,6 +61,7 @@ class Serve:
     def run(self) -> None:
         from halflife.cli.checkpoint import load_model, load_tokenizer
         from halflife.cli.options import default_device
+        from halflife.registry import check_least
         from halflife.report.look import looker
         from halflife.report.page.chat import chat_page, live_page
         from halflife.serve.app import Limits, build
@@ -68,9 +69,8 @@ class Serve:
         from halflife.serve.listen import bind, listen
         from halflife.serve.pages import Pages, has_chat
 
-        for option in ("max_input", "max_tokens", "max_sessions", "max_connections", "session_mb"):
-            if getattr(self, option) < 1:
-                raise ValueError(f"{option} must be at least 1; got {getattr(self, option)}")
+        positive = ("max_input", "max_tokens", "max_sessions", "max_connections", "session_mb")
+        check_least(**{name: getattr(self, name) for name in positive})
         if not 0 <= self.port < 65_536:
             raise ValueError(f"port must lie between 0 and 65535; got {self.port}")
         model = load_model(self.checkpoint, self.quantize).to(default_device(self.device)).eval()

@@ -65,7 +65,7 @@ class Look:
         from halflife.cli.options import default_device, open_page, progress_bar
         from halflife.extras import require
         from halflife.models.load import checkpoints, without_diverged
-        from halflife.registry import unknown
+        from halflife.registry import check_choice
         from halflife.report.tables.look import look_table
         from halflife.training.start import local_folder
 
@@ -79,8 +79,7 @@ class Look:
         root = local_folder(self.folder)
         found = without_diverged(checkpoints([root], has_readings))
         label = _best_label(root, self.model, found) if self.model else next(iter(found))
-        if label not in found:
-            raise unknown("model", label, [*found])
+        check_choice("model", label, found)
         name = "look.html" if root == Path(self.folder) else f"look-{self.folder.replace('/', '--')}.html"
         output = self.output or (root / name if root == Path(self.folder) else Path(name))
         with progress_bar("layers and heads", show=not self.quiet) as progress:

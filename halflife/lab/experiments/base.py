@@ -13,7 +13,7 @@ from halflife.files import CONFIG_JSON, read_json, write_text
 from halflife.lab.experiments.overrides import apply_overrides
 from halflife.layers import LAYERS
 from halflife.models.controls import control, split_control
-from halflife.registry import Registry, check_choice, constructor_parameters, unknown
+from halflife.registry import Registry, check_choice, constructor_parameters
 from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
@@ -191,8 +191,7 @@ class Experiment:
         check_choice("scale", scale, self.scales)
         known = [field.name for field in dataclasses.fields(self.settings)]
         for name in changes:
-            if name not in known:
-                raise unknown("setting of this experiment", name, known)
+            check_choice("setting of this experiment", name, known)
         return dataclasses.replace(self.scales[scale], **changes)
 
 

@@ -16,7 +16,7 @@ from halflife.data.trust import check_origin, sign
 from halflife.files import CONFIG_JSON, RESULT_JSON, RUN_JSON, read_json, read_json_object, write_json
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.lab.experiments.overrides import check_parts
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.runs.folder import FolderKind, check_content, folder_kind
 from halflife.runs.one import CellConfig, training_device
 from halflife.runs.records import COMPARISON
@@ -256,8 +256,7 @@ def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str,
         return ("mqar" if tasks == ["mqar"] else MIXTURE), "+".join(tasks)
     if experiment in TASKS:
         raise ValueError(f"{experiment} is a task, not a paper's experiment: use --task {experiment}")
-    if experiment not in papers:
-        raise unknown("experiment", experiment, papers)
+    check_choice("experiment", experiment, papers)
     if tasks:
         raise ValueError(f"give --task or --experiment, not both: {experiment} has its tasks")
     return experiment, experiment

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from halflife.lab.experiments.base import EXPERIMENTS, SKA_CHUNK, Experiment, ExperimentSettings, TaskSettings
 from halflife.layers import LAYERS
 from halflife.models import ModelConfig, preset
-from halflife.registry import taken, unknown
+from halflife.registry import check_choice, check_least, taken
 from halflife.runs.records import LAG
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
@@ -110,8 +110,7 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
 
     Positions and Koopman MLPs that the name asks for stay.
     """
-    if settings.num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1; got {settings.num_heads}")
+    check_least(num_heads=settings.num_heads)
     head = settings.hidden_size // settings.num_heads
     base, *modifiers = name.split("+")
     plain = preset(base)
@@ -181,9 +180,8 @@ class PostMQAR(MQARExperiment):
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
         base, _, state = name.partition(":")
-        if state and state not in STATES:
-            raise unknown("size of the state", state, list(STATES))
         if state:
+            check_choice("size of the state", state, STATES)
             hidden_size, num_heads = STATES[state]
             settings = dataclasses.replace(settings, hidden_size=hidden_size, num_heads=num_heads)
         return dataclasses.replace(mqar_model(base, settings), name=name)

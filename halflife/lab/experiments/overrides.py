@@ -231,8 +231,7 @@ def _training(config: TrainConfig) -> Group:
         from transformers.trainer_utils import SchedulerType
 
         names = [*(schedule.value for schedule in SchedulerType), BY_EPOCH]
-        if options["schedule"] not in names:
-            raise unknown("schedule", options["schedule"], names)
+        check_choice("schedule", options["schedule"], names)
         return {"schedule_options": {}, **options}  # the settings of one schedule are errors for another
 
     hints = get_type_hints(type(config))

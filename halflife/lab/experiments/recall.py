@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.layers import LAYERS
 from halflife.models import ModelConfig, preset
-from halflife.registry import taken
+from halflife.registry import check_least, taken
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import TASKS, build, with_tier
@@ -32,8 +32,7 @@ class RecallSettings(TaskSettings):
     ska_chunk: int = 4  # tokens of a chunk of spectral Koopman attention
 
     def __post_init__(self) -> None:
-        if self.test_tokens < 1:
-            raise ValueError(f"test_tokens must be at least 1; got {self.test_tokens}")
+        check_least(test_tokens=self.test_tokens)
 
 
 SMOKE = RecallSettings(

@@ -18,7 +18,7 @@ from halflife.lab.experiments.decay_rows import row_or_preset
 from halflife.lab.experiments.values import convert
 from halflife.models import ModelConfig
 from halflife.models.presets.sizes import SIZES
-from halflife.registry import unknown
+from halflife.registry import check_choice, check_least
 from halflife.runs.folder import FolderKind, folder_kind
 from halflife.runs.language_run import LanguageConfig
 from halflife.runs.one import run_one
@@ -53,10 +53,9 @@ def configure(
         model: the model in the place of a preset. Then the name and sizes do not count.
         **settings: other fields of `LanguageConfig`.
     """
-    if size is not None and size not in SIZES:
-        raise unknown("size", size, list(SIZES))
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1; got {tokens}")
+    if size is not None:
+        check_choice("size", size, SIZES)
+    check_least(tokens=tokens)
     context, vocabulary = corpus.config.context, corpus.tokenizer.vocab_size
     known = {**SIZES.get(size or "", {}), **(sizes or {})}
     known["vocab_size"] = max(vocabulary, known.get("vocab_size", vocabulary))

@@ -21,7 +21,7 @@ from halflife.lab.experiments.recall import fits
 from halflife.models import ModelConfig
 from halflife.models.controls import split_control
 from halflife.ops import koopman_attention
-from halflife.registry import unknown
+from halflife.registry import check_choice
 from halflife.report.intervals import LEARNED
 from halflife.report.markdown import Rows, models
 from halflife.runs.folder import FIGURES, read
@@ -94,8 +94,7 @@ def split(name: str) -> tuple[str, MapCell]:
     are masked fillers for a model that reads no mask.
     """
     model, _, written = name.partition(":")
-    if model not in (known := [*KOOPMAN, RIDGE, *BASELINES]):
-        raise unknown("model of koopman-powers", model, known)
+    check_choice("model of koopman-powers", model, [*KOOPMAN, RIDGE, *BASELINES])
     cell = MapCell.parse(written or "h1")
     if cell.fillers == "masked" and model in BASELINES:
         raise ValueError(f"{model} reads no action mask, so it has no masked fillers")
