@@ -18,7 +18,7 @@ from halflife.files import csv_text
 
 MAX_SPACED_COLUMNS = 10  # on a terminal; more columns stand closer, so that a table fits 80 characters
 PIPE_WIDTH = 200  # characters of a line where the output is no terminal
-
+TEMPLATE = Path(__file__).parent / "table.html.jinja"
 TWO_LINES = 240  # characters of a page as wide as a laptop
 
 BREAKS = re.compile(r"(?<=[+_./:-])")  # a name may break after these characters
@@ -124,7 +124,7 @@ class Table:
 
     def html(self) -> str:
         """The table in HTML with buttons that sort it, or of pairs of a name and a value if it has no headings."""
-        return _template().render(table=self, breakable=BREAKS.split, captioned=captioned)
+        return template(TEMPLATE).render(table=self, breakable=BREAKS.split, captioned=captioned)
 
     def parts(self) -> list[tuple[str, list[tuple[int, str]]]]:
         """The heading above each part of the columns after the first, and (number, heading) of its columns."""
@@ -136,12 +136,12 @@ class Table:
 
 
 @cache
-def _template() -> Any:
+def template(file: Path) -> Any:
+    """A template of Jinja, which escapes what is not marked as HTML and needs all of its names."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(Path(__file__).parent)
     options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=loader, **options).get_template("table.html.jinja")
+    return Environment(loader=FileSystemLoader(file.parent), **options).get_template(file.name)
 
 
 def captioned(text: str) -> str:

@@ -149,7 +149,8 @@ class OpReading(Reading):
                 taken = slice(rows.start - first * self.steps, rows.stop - first * self.steps)
                 _, state = self._run(rows, values[:, taken], self._states(state))
                 at = cursor + 1
-            norms.append(values.new_zeros(self.heads, len(columns)) if state is None else self._norms(state))
+            empty = values.new_zeros(self.heads, len(columns))
+            norms.append(empty if state is None else self._whole(state)[0].norm(dim=-2))
         return torch.stack(norms, 1) / self._written()[:, None, columns].clamp(min=1e-30)
 
     def _states(self, state: Any) -> Any:
@@ -158,11 +159,10 @@ class OpReading(Reading):
             return tuple(part.contiguous() for part in state.chunk(2, -2))
         return state
 
-    def _norms(self, state: Any) -> Tensor:
-        """The norms of the columns of a state, `[H, n]`; queries read the sum of two states."""
+    def _whole(self, state: Any) -> Tensor:
+        """What queries read of a state: the sum of two, or the only one."""
         parts = self._states(state)
-        whole = parts if isinstance(parts, Tensor) else parts[0] + parts[1]
-        return whole[0].norm(dim=-2)
+        return parts if isinstance(parts, Tensor) else parts[0] + parts[1]
 
     def _written(self) -> Tensor:
         """The norm of each token's column right after its write, `[H, T]`, from states of zeros."""
@@ -171,9 +171,7 @@ class OpReading(Reading):
         }
         ones = apart["v"].new_ones(self.tokens, self.steps, self.heads, 1)
         call = self._call({**apart, "v": ones})
-        state = self._states(implementation_of(call, self.backend)(call)[1])
-        whole = state if isinstance(state, Tensor) else state[0] + state[1]
-        return whole[..., 0].norm(dim=-1).T
+        return self._whole(implementation_of(call, self.backend)(call)[1])[..., 0].norm(dim=-1).T
 
 
 def faded(g: Tensor | None, heads: int, columns: Tensor, cursors: Tensor) -> Tensor:

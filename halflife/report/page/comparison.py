@@ -11,7 +11,7 @@ from halflife.files import RUN_JSON, flatten, read_json_object
 from halflife.report.figures.data import UNFINISHED
 from halflife.report.figures.decays import unit
 from halflife.report.numbers import MISSING, count, percent
-from halflife.report.page.spectrum import explorer, opened, without
+from halflife.report.page.spectrum import explorer
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.comparison import levels, recall_sentence
 from halflife.runs.folder import read_grid
@@ -71,13 +71,12 @@ def not_learned(run: Comparison) -> list[str]:
 def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, Any]:
     """What the pages of a comparison and of a grid share, with what each says about its results."""
     scale = run.config.get("scale", "")
-    spectra = explorer({model: run.trainings_of(model) for model in run.models}, run.train_length)
     settings = {key: value for key, value in run.config.items() if key not in ("command", "settings")}
     return {
         "title": f"{listed(run.models)} on {run.config.get('task', 'a task')}",
         "kind": f"A halflife comparison{f' at scale {scale}' if scale else ''}",
-        "finished": bool(run.scores), "findings": findings, "table": table, "numbers": None,
-        "spectra": spectra, "opened": opened(spectra), "without": without(run.models, spectra),
+        "finished": bool(run.scores), "findings": findings, "table": table, "models": run.models,
+        "spectra": explorer({model: run.trainings_of(model) for model in run.models}, run.train_length),
         "settings": pairs("Settings", flatten(settings | run.config.get("settings", {}))),
         "versions": pairs("Versions", flatten(run.versions)),
         "commands": {

@@ -11,7 +11,7 @@ from halflife.files import flatten
 from halflife.report.figures.data import UNFINISHED
 from halflife.report.figures.language import NAT_BITS
 from halflife.report.numbers import MISSING, count, percent
-from halflife.report.page.spectrum import explorer, opened, without
+from halflife.report.page.spectrum import explorer
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.runs.folder import SAMPLES_TXT
 from halflife.runs.records import LanguageRun
@@ -21,13 +21,13 @@ PERPLEXITY_MARGIN = 0.05  # how much a perplexity may exceed that at the trainin
 
 def language_page(run: LanguageRun) -> dict[str, Any]:
     """The variables of the page's template, without the figures."""
-    spectra, samples = explorer({run.model: [run.training]}, run.train_length), run.path / SAMPLES_TXT
+    samples = run.path / SAMPLES_TXT
     return {
         "title": f"{run.model}, a language model", "kind": "A run of halflife train",
         "finished": bool(run.result), "findings": findings(run),
         "table": _table(run) if "lengths" in run.result else None,
         "numbers": pairs("Numbers", _numbers(run.result, _unit(run))),
-        "spectra": spectra, "opened": opened(spectra), "without": without([run.model], spectra),
+        "models": [run.model], "spectra": explorer({run.model: [run.training]}, run.train_length),
         "settings": pairs("Settings", flatten(run.config)),
         "samples": samples.read_text(encoding="utf-8") if samples.exists() else "",
         "versions": pairs("Versions", flatten({k: value for k, value in run.versions.items() if k != "command"})),

@@ -13,7 +13,7 @@ from halflife.report.figures.spectrum import modes
 from halflife.report.numbers import token_count
 from halflife.report.page.comparison import listed
 from halflife.report.page.render import render
-from halflife.report.page.spectrum import explorer_of_measurements, opened
+from halflife.report.page.spectrum import explorer_of_measurements
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.spectrum import layer_groups, table_rows
 from halflife.runs.folder import REPORT_HTML
@@ -42,7 +42,6 @@ def write_spectrum_page(result: dict[str, Any], folder: Path, command: str, find
 def spectrum_page(result: dict[str, Any], command: str) -> dict[str, Any]:
     """The variables of the page's template."""
     models = [model for model in result["models"] if model["layers"]]
-    spectra = explorer_of_measurements(models, result["length"])
     read = {"text": result["text"], "tokenizer": result["tokenizer"] or "of each model", "length": result["length"],
             "sequences": result["sequences"]}  # fmt: skip
     folders = {f"{model['model']}: folder": model["checkpoint"] for model in models}
@@ -50,10 +49,9 @@ def spectrum_page(result: dict[str, Any], command: str) -> dict[str, Any]:
         "title": f"Decay spectrum of {listed([model['model'] for model in models])}",
         "kind": "Measured by halflife spectrum", "finished": True,
         "findings": [finding(model) for model in models],
-        "table": _table(models, bool(result["text"])), "numbers": None,
+        "table": _table(models, bool(result["text"])), "models": [model["model"] for model in result["models"]],
         "figures": [*([decays(result)] if result["text"] else []), modes(result)],
-        "spectra": spectra, "opened": opened(spectra),
-        "without": [model["model"] for model in result["models"] if not model["layers"]],
+        "spectra": explorer_of_measurements(models, result["length"]),
         "settings": pairs("Settings", (read if result["text"] else {}) | folders),
         "versions": pairs("Versions", versions()), "commands": {"Reproduce": command},
     }  # fmt: skip

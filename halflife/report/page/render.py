@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.colors import to_hex
 
@@ -16,8 +15,9 @@ from halflife.report.page.comparison import comparison_page, decay_grid_page
 from halflife.report.page.embed import data_of, policy, style
 from halflife.report.page.language import language_page
 from halflife.report.page.plotly_renderer import plot
+from halflife.report.page.spectrum import opened, without
 from halflife.report.style import HEAT_COLOURS, INK
-from halflife.report.table import captioned
+from halflife.report.table import captioned, template
 from halflife.runs.folder import REPORT_HTML, FolderKind, folder_kind
 from halflife.runs.records import Comparison, LanguageRun
 
@@ -40,17 +40,17 @@ def write_page(run: Comparison | LanguageRun, figures: Sequence[FigureData]) -> 
 
 def render(page: dict[str, Any]) -> str:
     """The HTML of a page, from the variables of its template. Figures without data are left out."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    page = {"notes": (), "numbers": None, "samples": "", **page}
+    if spectra := page["spectra"]:
+        page |= {"opened": opened(spectra), "without": without(page["models"], spectra)}
     sources = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
     scripts = [source.replace("</script", r"<\/script").replace("\r\n", "\n") for source in sources]
     plots = [plot(figure) for figure in page["figures"] if not figure.empty]
     data = {
-        "ink": INK, "recall": HEAT_SCALES, "noData": NO_DATA, "spectra": page["spectra"],
+        "ink": INK, "recall": HEAT_SCALES, "noData": NO_DATA, "spectra": spectra,
         "plots": {plot.data.name: plot.panels for plot in plots},
     }  # fmt: skip
-    return environment.get_template("report.html.jinja").render(
+    return template(HERE / "report.html.jinja").render(
         page, plots=plots, css=Markup(style("report")),
         scripts=[Markup(script) for script in scripts], policy=policy(scripts, images=True),
         data=Markup(data_of(data)),

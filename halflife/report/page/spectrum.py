@@ -93,19 +93,18 @@ def _thinning_note(layers: Sequence[Mapping[str, Any]], channels: str) -> str:
     return f"The plot shows {MAX_CHANNELS} evenly chosen {channels} of {most} in each layer."
 
 
-def opened(spectra: dict[str, Any] | None) -> int:
+def opened(spectra: Mapping[str, Any]) -> int:
     """The index of the model that the explorer shows first: one whose time-scales depend on the position, if any."""
-    models = spectra["models"] if spectra else []
     moving = (
-        i for i, one in enumerate(models) for layer in one["layers"]
+        i for i, one in enumerate(spectra["models"]) for layer in one["layers"]
         if any(row != layer["trained"][0] for row in layer["trained"])
     )  # fmt: skip
     return next(moving, 0)
 
 
-def without(models: Sequence[str], spectra: dict[str, Any] | None) -> list[str]:
+def without(models: Sequence[str], spectra: Mapping[str, Any]) -> list[str]:
     """The models that have no spectrum in the result of `explorer`."""
-    shown = {entry["model"] for entry in spectra["models"]} if spectra else set()
+    shown = {entry["model"] for entry in spectra["models"]}
     return [model for model in models if model not in shown]
 
 
