@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from halflife.data import tokenizers
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json
+from halflife.models import LanguageModel
 from halflife.models.load import check_finite, load_any
-
-if TYPE_CHECKING:
-    from halflife.data.tokenizers import Tokenizer
-    from halflife.models import LanguageModel
+from halflife.runs.folder import FolderKind, folder_kind
 
 # One of these beside the weights is a tokenizer of transformers.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -30,14 +29,11 @@ def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
     return model
 
 
-def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+def load_tokenizer(folder: Path, vocab_size: int) -> tokenizers.Tokenizer:
     """Return the tokenizer in a folder, or raise a ValueError that says why there is none for the model.
 
     It is the bytes that `config.json` names, or one of transformers, or the bytes that a vocabulary of 256 implies.
     """
-    from halflife.data import tokenizers
-    from halflife.runs.folder import FolderKind, folder_kind
-
     name = read_json(folder / CONFIG_JSON).get("tokenizer")
     if name not in tokenizers.OF_BYTES and any((folder / file).exists() for file in TOKENIZER_FILES):
         import halflife.hf  # noqa: F401 (AutoTokenizer asks for the model's configuration)
@@ -57,14 +53,12 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def special_tokens(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def special_tokens(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
     """Return `add_bos_token` and `prefix_token_id` of `evaluation.harness` for the model in a folder.
 
     The documents of `halflife train` follow an end token, and no other special token precedes them. Other models have
     what their tokenizers add.
     """
-    from halflife.runs.folder import FolderKind, folder_kind
-
     if (folder / RUN_JSON).is_file() and folder_kind(folder) is FolderKind.LANGUAGE_RUN:
         return {"add_bos_token": False, "prefix_token_id": tokenizer.eos}
     return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from halflife.cli.options import default_device
-from halflife.files import writable
+from halflife.files import finite, writable
 
 HARNESS_OPTIONS = ("include", "limit", "num_fewshot", "max_length")
 HARNESS_RESULTS = ("config", "versions", "n-shot", "n-samples", "truncated", "lm_eval_version")
@@ -131,10 +130,9 @@ class Eval:
             for metric, key, short in (
                 ("bits per byte", "bits_per_byte", "bits"), (f"perplexity of a {unit}", "perplexity", "perplexity"),
             ):  # fmt: skip
-                error = found[f"{short}_stderr"]
                 result["rows"].append({
                     "task": name, "metric": metric, "value": found[key],
-                    "stderr": error if math.isfinite(error) else None, "guess": found[f"{short}_guess"],
+                    "stderr": finite(found[f"{short}_stderr"]), "guess": found[f"{short}_guess"],
                 })  # fmt: skip
 
     def _add_harness(self, result: dict[str, Any], model: Any, tokenizer: Any, tasks: Sequence[str]) -> None:

@@ -29,16 +29,6 @@ from typing import Any
 
 from halflife import files
 from halflife.data.trust import unsigned
-from halflife.files import (
-    CONFIG_JSON,
-    METRICS_JSONL,
-    RESULT_JSON,
-    RUN_JSON,
-    VERSIONS_JSON,
-    read_json,
-    read_json_object,
-    without_null,
-)
 from halflife.runs.records import (
     COMPARISON,
     LANGUAGE_RUN,
@@ -88,19 +78,19 @@ def folder_kind(path: Path) -> FolderKind:
         FileNotFoundError: it has neither file.
         ValueError: the file is damaged, or has the keys of no kind.
     """
-    if (path / RUN_JSON).is_file():
-        run = read_json(path / RUN_JSON)
+    if (path / files.RUN_JSON).is_file():
+        run = files.read_json(path / files.RUN_JSON)
         if isinstance(run, dict) and "context" in run:
             return FolderKind.LANGUAGE_RUN
         return FolderKind.TASK_RUN
-    config = _present(read_json, path / CONFIG_JSON)
+    config = _present(files.read_json, path / files.CONFIG_JSON)
     if isinstance(config, dict):
         if config.get("models"):
             on_text = config.get("experiment") == "decay-design" or "text" in config.get("settings", {})
             return FolderKind.GRID if on_text else FolderKind.COMPARISON
         if "format" in config:
             return FolderKind.MODEL
-    raise ValueError(f"{path / CONFIG_JSON} names no models: {_EXPECTED}")
+    raise ValueError(f"{path / files.CONFIG_JSON} names no models: {_EXPECTED}")
 
 
 def cell_folder(model: str, learning_rate: float, seed: int) -> str:
@@ -117,19 +107,19 @@ def read_any(run_dir: str | Path) -> Comparison | LanguageRun:
         FileNotFoundError: the folder or a file in it is missing; the message names it.
         ValueError: a file is truncated or damaged, or the folder is of another kind; the message names it.
     """
-    return read_language(run_dir) if (Path(run_dir) / RUN_JSON).is_file() else read(run_dir)
+    return read_language(run_dir) if (Path(run_dir) / files.RUN_JSON).is_file() else read(run_dir)
 
 
 def read_language(run_dir: str | Path) -> LanguageRun:
     """Read the folder of a run of `halflife train`, finished or not; raises as `read_any`."""
     path = Path(run_dir)
-    config = _present(read_json, path / RUN_JSON)
+    config = _present(files.read_json, path / files.RUN_JSON)
     if folder_kind(path) is not FolderKind.LANGUAGE_RUN:
         raise ValueError(f"{path} is one run of a comparison; the folder of the comparison is {path.parent.parent}")
-    config = unsigned(check_content(path / RUN_JSON, config, LANGUAGE_RUN))
-    versions = check_content(path / VERSIONS_JSON, _present(read_json, path / VERSIONS_JSON), VERSIONS)
-    finished = (path / RESULT_JSON).exists()
-    metrics = _read_metrics(path / METRICS_JSONL, finished)
+    config = unsigned(check_content(path / files.RUN_JSON, config, LANGUAGE_RUN))
+    versions = _checked(path / files.VERSIONS_JSON, VERSIONS)
+    finished = (path / files.RESULT_JSON).exists()
+    metrics = _read_metrics(path / files.METRICS_JSONL, finished)
     training = Training(path, config["model"]["name"], config["learning_rate"], config["seed"], metrics, {})
     return LanguageRun(path, config, versions, training, read_result(path) if finished else {})
 
@@ -140,11 +130,11 @@ def read(run_dir: str | Path) -> Comparison:
     An unfinished comparison has no `results.csv`; the metrics that its trainings have logged so far are read.
     """
     path = Path(run_dir)
-    config = _present(read_json, path / CONFIG_JSON)
+    config = _present(files.read_json, path / files.CONFIG_JSON)
     if (kind := folder_kind(path)) not in (FolderKind.COMPARISON, FolderKind.GRID):
-        raise ValueError(f"{path / CONFIG_JSON} names no models: {_EXPECTED}")
-    config = unsigned(check_content(path / CONFIG_JSON, config, COMPARISON))
-    versions = check_content(path / VERSIONS_JSON, _present(read_json, path / VERSIONS_JSON), VERSIONS)
+        raise ValueError(f"{path / files.CONFIG_JSON} names no models: {_EXPECTED}")
+    config = unsigned(check_content(path / files.CONFIG_JSON, config, COMPARISON))
+    versions = _checked(path / files.VERSIONS_JSON, VERSIONS)
     table = path / RESULTS_CSV
     scores = list(read_scores(table, _text(table))) if table.exists() else []
     tasks = kind is FolderKind.COMPARISON
@@ -158,7 +148,7 @@ def read_grid(folder: Path) -> dict[str, Any]:
     "results": variant → seed → sizes and loss; "paper": variant → the paper's loss; "findings": sentences.
     """
     empty: dict[str, Any] = {"results": {}, "paper": {}, "findings": []}
-    return empty | (read_json(folder / RESULTS_JSON) if (folder / RESULTS_JSON).exists() else {})
+    return empty | (files.read_json(folder / RESULTS_JSON) if (folder / RESULTS_JSON).exists() else {})
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -167,15 +157,15 @@ def read_result(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, or holds no result; the message names it.
     """
-    path = folder / RESULT_JSON
-    result = read_json_object(path)
+    path = folder / files.RESULT_JSON
+    result = files.read_json_object(path)
     if missing := [name for name in ("parameters", "validation") if name not in result]:
         raise ValueError(f"{path} holds no result of a run: it has no {', '.join(missing)}")
     check_content(path, result, RESULT)
     # A number that was not finite is null in the file: the loss after a divergence, or a speed that nobody measured.
     for numbers in (result, *result.get("tests", ()), *result.get("lengths", ())):
         numbers |= {name: number(numbers[name]) for name in NUMBERS if name in numbers}
-    return result | ({"positions": without_null(result["positions"], math.nan)} if "positions" in result else {})
+    return result | ({"positions": files.without_null(result["positions"], math.nan)} if "positions" in result else {})
 
 
 def _read_metrics(path: Path, finished: bool) -> list[dict[str, Any]]:
@@ -200,12 +190,12 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
         rate, seed = float(name[1]), int(name[2])
         finished = (model, rate, seed) in ended
         spectrum: dict[str, Any] = {}
-        result = read_result(path) if (path / RESULT_JSON).exists() else {}
+        result = read_result(path) if (path / files.RESULT_JSON).exists() else {}
         if (file := path / SPECTRUM_JSON).exists() or (tasks and finished):
             # JSON holds neither the time-scale of a channel that never decays, nor those of a model that diverged.
             unknown = math.nan if "diverged" in result else math.inf
-            spectrum = without_null(check_content(file, _present(read_json, file), SPECTRUM), unknown)
-        metrics = _read_metrics(path / METRICS_JSONL, finished)
+            spectrum = files.without_null(_checked(file, SPECTRUM), unknown)
+        metrics = _read_metrics(path / files.METRICS_JSONL, finished)
         positions = result.get("positions", []) if tasks else []
         trainings.append(Training(path, model, rate, seed, metrics, spectrum, positions, result.get("lengths", [])))
     return sorted(trainings, key=lambda training: (training.learning_rate, training.seed))
@@ -217,6 +207,10 @@ def check_content(path: Path, data: Any, schema: Any) -> Any:
         return data
     wrong = [key for key in schema if isinstance(key, str) and not files.fits(data, {key: schema[key]})]
     raise ValueError(f"{path} is damaged: {wrong[0].removesuffix('?') if wrong else 'its content'} cannot be")
+
+
+def _checked(path: Path, schema: Any) -> Any:
+    return check_content(path, _present(files.read_json, path), schema)
 
 
 def _text(path: Path) -> str:

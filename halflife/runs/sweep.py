@@ -12,20 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from halflife import extensions
+from halflife import extensions, files
 from halflife.data.trust import sign
-from halflife.files import (
-    CONFIG_JSON,
-    METRICS_JSONL,
-    RESULT_JSON,
-    VERSIONS_JSON,
-    check_new_folder,
-    folder_lock,
-    read_json,
-    read_metrics,
-    remove_orphans,
-    write_json,
-)
 from halflife.runs.folder import FIGURES, RESULTS_CSV, cell_folder, read_result
 from halflife.runs.one import CellConfig, run_one
 from halflife.runs.records import scores_of, write_scores
@@ -142,7 +130,7 @@ def run_job(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, A
         ValueError: another process keeps the lock, or the folder belongs to a run with another configuration.
     """
     extensions.recall(job.imports)  # a worker on another machine does not have them yet
-    with folder_lock(job.folder, patience):
+    with files.folder_lock(job.folder, patience):
         return run_one(job.config.open(show), job.folder, name=job.name, execution=replace(job.execution, show=show))
 
 
@@ -178,11 +166,11 @@ def run_sweep(
         ValueError: `seeds` has a seed that is not the sweep's, or none that tries the learning rates, before these
             runs have ended.
     """
-    config = read_json(folder / CONFIG_JSON)
+    config = files.read_json(folder / files.CONFIG_JSON)
     for place in (folder, folder / FIGURES):
-        remove_orphans(place, older_than=60)  # other processes may share the folder
-    if not (folder / VERSIONS_JSON).exists():  # the process was killed between the two files
-        write_json(folder / VERSIONS_JSON, versions())
+        files.remove_orphans(place, older_than=60)  # other processes may share the folder
+    if not (folder / files.VERSIONS_JSON).exists():  # the process was killed between the two files
+        files.write_json(folder / files.VERSIONS_JSON, versions())
     execution = replace(execution or ExecutionConfig(), sweep=folder.absolute())
     jobs = {
         cell: Job(configure(cell), folder / cell.folder, cell.title, execution)
@@ -230,7 +218,7 @@ def _results(jobs: Mapping[Cell, Job]) -> Results:
     """The results of the finished cells, whichever process ran them."""
     found = {}
     for cell, job in jobs.items():
-        if (job.folder / RESULT_JSON).exists() and check_run_folder(job.config, job.folder):
+        if (job.folder / files.RESULT_JSON).exists() and check_run_folder(job.config, job.folder):
             found[cell] = read_result(job.folder)
     return found
 
@@ -268,16 +256,16 @@ def _of_common_seeds(results: Results) -> Results:
 
 def _mean_of_training(folders: Sequence[Path], key: str) -> float:
     """The mean of all validations in the logs of the runs; 0 if these have been deleted."""
-    lines = [line for folder in folders for line in read_metrics(folder / METRICS_JSONL)]
+    lines = [line for folder in folders for line in files.read_metrics(folder / files.METRICS_JSONL)]
     return fmean([line[key] for line in lines if line.get(key) is not None] or [0.0])
 
 
 def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     """Create the folder of a sweep, with its configuration and the versions of the packages that run it."""
-    if (folder / CONFIG_JSON).exists():
+    if (folder / files.CONFIG_JSON).exists():
         again = f"--resume {shlex.quote(str(folder))}"
         raise FileExistsError(f"{folder} holds a comparison already; continue it with {again}")
-    check_new_folder(folder)
-    write_json(folder / CONFIG_JSON, sign(config))
-    write_json(folder / VERSIONS_JSON, versions())
+    files.check_new_folder(folder)
+    files.write_json(folder / files.CONFIG_JSON, sign(config))
+    files.write_json(folder / files.VERSIONS_JSON, versions())
     return folder

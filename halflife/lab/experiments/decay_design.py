@@ -15,13 +15,6 @@ from halflife.lab.experiments.base import EXPERIMENTS
 from halflife.lab.experiments.decay_rows import VARIANTS, as_run, differs, paper_loss, row_model
 from halflife.lab.experiments.evidence import decay_regression
 from halflife.lab.experiments.language_models import base as language
-from halflife.lab.experiments.language_models.base import (
-    LanguageExperiment,
-    LanguageSettings,
-    describe,
-    loss_table,
-    results_by_seed,
-)
 from halflife.report.markdown import Rows, models
 from halflife.report.table import Table
 
@@ -34,7 +27,7 @@ CORE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecayDesignSettings(LanguageSettings):
+class DecayDesignSettings(language.LanguageSettings):
     """The budget that all variants share, and their text. Tokens are bytes."""
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -155,7 +148,7 @@ def verdict(differences: Sequence[float], equal: bool) -> str:
 
 
 @EXPERIMENTS.add("decay-design")
-class DecayDesign(LanguageExperiment):
+class DecayDesign(language.LanguageExperiment):
     """The Decay paper's grid (Tables 2–4): losses on text beside the paper's, and whether its findings hold."""
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "large": LARGE}
@@ -181,12 +174,12 @@ class DecayDesign(LanguageExperiment):
         return finding_sentences(results)
 
     def summary(self, folder: Path, rows: Rows) -> str:
-        settings, results = self.saved_settings(folder), results_by_seed(rows)
+        settings, results = self.saved_settings(folder), language.results_by_seed(rows)
         papers = self.papers(settings, models(rows))
         return "\n\n".join(filter(None, [
-            describe(settings), "## Loss",
+            language.describe(settings), "## Loss",
             "Test loss in nats per byte; the paper's is nats per token, 160M parameters (Tables 6, 8, 9).",
-            loss_table(rows, papers), "## Findings", findings_table(results, papers),
+            language.loss_table(rows, papers), "## Findings", findings_table(results, papers),
             decay_regression.report(folder, rows, self.decays),
         ])) + "\n"  # fmt: skip
 
