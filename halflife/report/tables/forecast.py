@@ -105,35 +105,27 @@ def _seed(row: Mapping[str, Any]) -> str:
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
     """What was measured and forecast of each model, in words."""
-    pairs, texts = result["models"], result.get("texts", [])
-    return [*(f"{_name(row)} {_of_pairs(row)}" for row in pairs), *(f"{_name(row)} {_of_text(row)}" for row in texts)]
+    return [f"{_name(row)} {_said(row)}" for row in (*result["models"], *result.get("texts", ()))]
 
 
 def _name(row: Mapping[str, Any]) -> str:
     return row["model"] if row["seed"] is None else f"{row['model']}, seed {row['seed']},"
 
 
-def _of_pairs(row: Mapping[str, Any]) -> str:
-    pairs = f"its {row['num_pairs']} pairs ({row['task']})"
+def _said(row: Mapping[str, Any]) -> str:
+    what = "the beginning of a text" if is_text(row) else f"its {row['num_pairs']} pairs ({row['task']})"
     if has_not_learned(row):
         found, guess = (f"{100 * value:.0f} %" for value in (row["measured"][0], 1 / row["num_pairs"]))
-        return f"has not learned to recall: {found} of {pairs}, asked at once, where naming any value gives {guess}."
-    forecast = f"Forecast: {_about(row, 'forecast_half_lag')}."
-    if math.isinf(row["half_lag"]):
-        return f"recalls half of {pairs} or more up to {row['lags'][-1]:,} tokens later, the longest lag. {forecast}"
-    return f"forgets half of {pairs} after {_about(row, 'half_lag')}. {forecast}"
+        return f"has not learned to recall: {found} of {what}, asked at once, where naming any value gives {guess}."
+    forecast = f"Forecast: {_about(row, forecast_lag(row))}."
+    if math.isinf(measured_lag(row)):
+        kept = f"remembers {what}" if is_text(row) else f"recalls half of {what} or more up to"
+        return f"{kept} {row['lags'][-1]:,} tokens later, the longest lag. {forecast}"
+    return f"forgets {'' if is_text(row) else 'half of '}{what} after {_about(row, measured_lag(row))}. {forecast}"
 
 
-def _of_text(row: Mapping[str, Any]) -> str:
-    forecast = f"Forecast: {_about(row, 'forecast_forgotten_lag')}."
-    if math.isinf(row["forgotten_lag"]):
-        return f"remembers the beginning of a text {row['lags'][-1]:,} tokens later, the longest lag. {forecast}"
-    return f"forgets the beginning of a text after {_about(row, 'forgotten_lag')}. {forecast}"
-
-
-def _about(row: Mapping[str, Any], key: str) -> str:
+def _about(row: Mapping[str, Any], lag: float) -> str:
     """A lag in two digits."""
-    lag = row[key]
     return f"more than {row['lags'][-1]:,} tokens" if math.isinf(lag) else f"about {float(f'{lag:.2g}'):,.0f} tokens"
 
 
