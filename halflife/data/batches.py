@@ -56,20 +56,16 @@ class Batches(Dataset[dict[str, Tensor]]):
     next token, also at the end of a row.
 
     - "packed": `input_ids` and `labels` `[1, batch_size·context]`, and `cu_seqlens` `[N + 1]`, int32. A sequence starts
-      at each row and at each document, so that no state, convolution or position crosses these boundaries. The last
-      token of a document has no label (−100).
-    - "concatenated": `input_ids` and `labels` `[batch_size, context]`. Documents follow each other without a boundary,
-      and the first token of a document is predicted from the document before.
+    at each row and at each document. The last token of a document has no label (−100).
+    - "concatenated": `input_ids` and `labels` `[batch_size, context]`. Documents follow each other without a boundary.
     - "continued": the same, and row b of a step goes on where row b of the step before ended. An epoch reads
-      `batch_size` streams from their beginnings. `part` holds the number of the rank, `world_size`, and whether the
-      rows are the first ones of an epoch (int64).
+    `batch_size` streams from their beginnings. `part` holds the number of the rank, `world_size`, and whether the rows
+    are the first ones of an epoch (int64).
 
     Args:
-        files: the token files of the split.
         batch_size: rows of a batch, over all ranks.
         context: tokens of a row.
         seed: determines the order of the rows.
-        mode: "packed", "concatenated" or "continued".
         rank, world_size: the part of each batch that is returned. The parts of all ranks, in order, form the batch.
         steps: number of batches; None for one epoch.
     """
@@ -155,9 +151,8 @@ class Batches(Dataset[dict[str, Tensor]]):
 def permuted(index: np.ndarray, count: int, key: int) -> np.ndarray:
     """Apply the pseudo-random permutation `key` of range(count) to indices `[n]`, without storing the permutation.
 
-    A Feistel network permutes the numbers of 2n bits, with the smallest n that covers `count`. If its value lies
-    outside the range, the network is applied again until the value is inside, on average fewer than four times (Black &
-    Rogaway 2002).
+    A Feistel network permutes the numbers of 2n bits, with the smallest n that covers `count`. It is applied again
+    until the value is inside the range, on average fewer than four times (Black & Rogaway 2002).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)

@@ -37,12 +37,9 @@ class ByteTokenizer:
         return self.to_bytes(ids).decode("utf-8", "replace")
 
     def to_bytes(self, ids: Ids) -> bytes:
-        """The bytes of token ids; ids that end documents are skipped.
+        """The bytes of token ids, without those that end documents; a ValueError for a negative id.
 
         Ids beyond the vocabulary, which a model may have to spare, are written as U+FFFD.
-
-        Raises:
-            ValueError: an id is negative.
         """
         values = [i for i in map(int, ids) if i != self.eos]
         if min(values, default=0) < 0:
@@ -53,10 +50,7 @@ class ByteTokenizer:
         return self.name
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that `AutoTokenizer` of transformers loads: byte-level BPE of 256 tokens without merges.
-
-        The folder is made if there is none.
-        """
+        """Write the files that `AutoTokenizer` of transformers loads, into a folder that is made if there is none."""
         folder = Path(folder)
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         vocabulary = {mark: i for i, mark in enumerate(_byte_marks())}

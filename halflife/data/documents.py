@@ -45,10 +45,8 @@ class Piece(NamedTuple):
 def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[bytes]:
     """The whole documents of all sources, in the order of `find`, without empty ones.
 
-    Raises:
-        FileNotFoundError, ValueError: a source is missing, empty, truncated or binary, or has no `field`; the message
-            names the file, and the line if there is one.
-        ImportError: a source needs a package that is not installed.
+    A source that is missing, empty, truncated or binary, or has no `field`, is a FileNotFoundError or ValueError with
+    the name of the file and the line. A package that is not installed is an ImportError.
     """
     for path in find(sources, field):
         document: list[bytes] = []
@@ -138,13 +136,10 @@ def kind(path: Path) -> str:
 
 
 def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterator[Piece]:
-    """The documents of one file, each in pieces of at most `limit` bytes (None for `PIECE`).
+    """The documents of one file, each in pieces of at most `limit` bytes (None for `PIECE`); raises as `documents`.
 
     A document is cut before white space if possible, otherwise between characters of UTF-8. The cuts depend on its
     bytes and `limit` only.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: as `documents`.
     """
     limit = PIECE if limit is None else limit
     if kind(path) == ".json":
@@ -241,11 +236,7 @@ def _field(line: bytes, field: str, place: str) -> bytes:
 
 
 def encoded(text: object, place: str) -> bytes:
-    """The text of a record as bytes.
-
-    Raises:
-        ValueError: `text` is not a string; the message begins with `place`.
-    """
+    """The text of a record as bytes; a ValueError that begins with `place` if it is not a string."""
     if not isinstance(text, str):
         raise ValueError(f"{place} is {type(text).__name__}, not a string")
     try:

@@ -61,7 +61,7 @@ def model_name(source: str | Path) -> tuple[str, str | None] | None:
 
 
 def unreachable(name: str, revision: str | None) -> str | None:
-    """Return the reason why the hub does not answer about a model within some seconds, or None if it does.
+    """The reason why the hub does not answer about a model within some seconds, or None if it does.
 
     Without this question, transformers would retry for a minute.
     """
@@ -123,12 +123,9 @@ def _commit(wanted: HubSource) -> str:
 def texts(
     wanted: HubSource, commit: str, field: str, state: dict[str, Any] | None = None, read: int = 0
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield the text of each row, and a function that returns where the stream stands after this row.
+    """Yield the text of each row, and a function that says where the stream stands after it; raises as `fetch`.
 
     A stream can go on at the `state` of an earlier one, which has read `read` rows.
-
-    Raises:
-        ValueError, ImportError, ConnectionError: as `fetch`.
     """
     try:
         import datasets  # pyright: ignore

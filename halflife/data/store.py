@@ -115,7 +115,6 @@ def write(files: Sequence[Path], settings: SplitSettings, plan: Plan, folder: Pa
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in batches of at least `TOKENISE_BYTES` bytes."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -161,11 +160,7 @@ def _checksum(index: dict[str, Any]) -> str:
 
 
 def read_index(folder: Path, key: str) -> dict[str, Any]:
-    """Read the index of a cache, and check the index and the files by their sizes and checksums.
-
-    Raises:
-        OSError, ValueError: the cache is incomplete, damaged, or of another corpus.
-    """
+    """The index of a cache; an OSError or ValueError if its sizes or checksums are wrong, or it is another's."""
     index = read_json(folder / "index.json")
     if not isinstance(index, dict) or index.pop("checksum", None) != _checksum(index):
         raise ValueError("its index has another checksum")

@@ -72,10 +72,8 @@ class Stream:
         """Read the stream until it has enough, and return the index of the first record that has.
 
         The index depends on what is wanted, and not on what earlier requests have read. Wanted are `tokens` of
-        training, and `held_out` tokens of each other split with a positive fraction.
-
-        Raises:
-            ValueError, ImportError, ConnectionError: as `hub.texts`; the disk is too small, or the folder is damaged.
+        training, and `held_out` tokens of each other split with a positive fraction. It raises as `hub.texts`, and a
+        ValueError if the disk is too small or the folder is damaged.
         """
         record = self._first_with(tokens, held_out)  # without a lock, which a cache that is read-only refuses
         if record is None:
@@ -86,7 +84,6 @@ class Stream:
         return {"digest": digest, "dtype": dtype, "splits": record["splits"]}
 
     def _first_with(self, tokens: int, held_out: int) -> dict[str, Any] | None:
-        """The first record that has enough, if there is one."""
         return next((record for record in self.records() if self._enough(record, tokens, held_out)), None)
 
     def records(self) -> list[dict[str, Any]]:
@@ -128,7 +125,6 @@ class Stream:
         return last
 
     def _chunks(self, last: dict[str, Any]) -> Iterator[Chunk]:
-        """The chunks after a record."""
         pieces, size, rows, position = [], 0, last["rows"], None
         for text, position in hub.texts(self.source, self.commit, self.settings.field, last["state"], rows):
             rows += 1

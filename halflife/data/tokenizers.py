@@ -156,13 +156,10 @@ def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None
 
     Args:
         name_or_path: "bytes", "bytes+eos" (bytes, and id 256 after each document), a folder with the files of a
-            tokenizer, or a name on the Hugging Face Hub. Code from the hub is not run.
-        model_vocab_size: vocabulary size of the model that will read the ids; None to skip the check.
+            tokenizer, or a name on the Hugging Face Hub. Code from the hub is not run. If there is none it is a
+            FileNotFoundError.
+        model_vocab_size: of the model that will read the ids; a ValueError if the tokenizer has more. None to skip.
         local: whether to take only what is on this machine.
-
-    Raises:
-        FileNotFoundError: there is no such tokenizer, neither here nor on the hub.
-        ValueError: the tokenizer has more ids than the model.
     """
     name = str(name_or_path)
     of_bytes = name in OF_BYTES
@@ -196,17 +193,13 @@ def pretrained(name: str, local: bool = False) -> Any:
 
 
 def train_tokenizer(sources: Sequence[str | Path], kind: str, vocab_size: int, field: str = "text") -> Tokenizer:
-    """Train a tokenizer on documents, with the library `tokenizers`.
+    """Train a tokenizer on documents, with the library `tokenizers`; its first token ends a document.
 
     Args:
-        sources: files, folders, globs or data sets, as of a corpus (`halflife.data.documents`).
+        sources, field: as of a corpus (`halflife.data.documents`).
         kind: "byte-level", pairs of bytes are merged within words (as in GPT-2), or "bpe", pairs of characters (as in
             Llama), where characters that the texts hardly have are written as bytes. Both write every text.
         vocab_size: most tokens. Texts with few different words give fewer.
-        field: the field of the text in records of `.jsonl`, `.parquet` and data sets of the hub.
-
-    Returns:
-        The tokenizer; its first token ends a document.
     """
     from tokenizers import Tokenizer as Rust
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -248,11 +241,8 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
     """The token ids `[N]` of the joined text of files; `.gz` files are decompressed.
 
-    Those of a tokenizer of transformers, by its name or folder, are int64. None or "bytes" gives bytes, uint8.
-
-    Raises:
-        FileNotFoundError: a file is missing, or there is no such tokenizer.
-        ValueError: a file is empty or truncated.
+    Those of a tokenizer of transformers, by its name or folder, are int64. None or "bytes" gives bytes, uint8. A
+    missing file or tokenizer is a FileNotFoundError, and an empty or truncated file a ValueError.
     """
     if not files:
         raise ValueError("name a text to read: --text FILE")
@@ -275,11 +265,7 @@ def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
 
 
 def check_ids(config: Any, ids: Tensor, tokenizer: str | None) -> None:
-    """Check that a model whose configuration has this `name` and `vocab_size` can read these ids.
-
-    Raises:
-        ValueError: the ids are bytes and the model is not of bytes, or an id lies beyond its vocabulary.
-    """
+    """Raise a ValueError unless a model whose configuration has this `name` and `vocab_size` can read these ids."""
     if tokenizer in (None, "bytes") and config.vocab_size != BYTE_VOCABULARY:
         raise ValueError(
             f"{config.name} has a vocabulary of {config.vocab_size:,}, and bytes are {BYTE_VOCABULARY}: "

@@ -206,7 +206,6 @@ class Decay(Float32Module):
         return f if f.dtype == torch.float64 else f.float()
 
     def _check(self, f: Tensor) -> None:
-        """Check the shape of f, and warn if a policy rounds the parameters."""
         if f.shape[2:] != self.shape:
             raise ValueError(f"f must be [B, T, {', '.join(map(str, self.shape))}]; got {tuple(f.shape)}")
         for x in self._parameters.values():

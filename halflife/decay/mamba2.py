@@ -80,7 +80,6 @@ class Mamba2Decay(SpectralDecay):
             self.dt_bias.copy_(inverse_softplus(step.fill_(self.POST_STEP) if fixed else step))
 
     def _initial_rates(self, like: Tensor) -> Tensor:
-        """Draw the initial e^A, in the shape of `like`."""
         if self.train_length is not None:
             rates = geometric_rates(like.numel(), self.train_length) * math.exp(-self.rate_offset())
             return rates.to(like).view(like.shape)

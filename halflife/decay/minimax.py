@@ -131,8 +131,8 @@ def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> 
 def _lawson(span: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Lawson's algorithm: least squares with growing weights where the error is large.
 
-    For any coefficients, the root of the weighted mean square (weights that sum to 1) is at most the maximum. Its
-    minimum over coefficients is therefore a lower bound on the error, which is returned with the coefficients.
+    The root of the weighted mean square (weights that sum to 1) is at most the maximum, so its minimum is a lower
+    bound.
     """
     weights = torch.full_like(target, 1 / len(target))
     best, lower, least = span.mT @ target, 0.0, math.inf
@@ -148,10 +148,7 @@ def _lawson(span: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 
 def _remez(span: Tensor, target: Tensor, best: Tensor, lower: float) -> tuple[Tensor, float]:
-    """Remez' algorithm: equalise the error at rank + 1 alternating peaks until no other point has a larger error.
-
-    The common error at the peaks is a lower bound, which is returned with the coefficients.
-    """
+    """Remez' algorithm: equalise the error at rank + 1 alternating peaks, whose common error is a lower bound."""
     rank = span.shape[1]
     signs = (-1.0) ** torch.arange(rank + 1, dtype=target.dtype)
     residual = target - span @ best

@@ -254,7 +254,6 @@ class PoST(Decay):
 def _check_range(
     decay: SpectralDecay, rate_range: Sequence[float] | None, endpoints: Sequence[float] | str
 ) -> tuple[float, float] | None:
-    """Return `rate_range`, if it is given and has a meaning."""
     if rate_range is None:
         return None
     if tuple(endpoints) != (1.0, 1.0):

@@ -43,7 +43,6 @@ class RetNetDecay(SpectralDecay, ConstantDecay):
         return -torch.log1p(-(-self._exponents() * math.log(2)).exp())
 
     def _exponents(self) -> Tensor:
-        """The exponents n of λ = 1 − 2^{−n}, `[H]`."""
         return 5 + 3 * torch.arange(self.num_heads, dtype=torch.float64) / max(self.num_heads - 1, 1)
 
     def release_rates(self) -> None:

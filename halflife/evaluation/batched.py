@@ -29,10 +29,9 @@ MAX_LOGITS = 1 << 26  # logits computed at once: 256 MiB of float32
 def loglikelihoods(
     model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]], *, batch_size: int = 8, show: bool = False
 ) -> list[tuple[float, bool]]:
-    """Return log p(continuation | context) in nats for each pair, and whether every token of it is the likeliest.
+    """log p(continuation | context) in nats of each pair of token ids, and whether every token of it is the likeliest.
 
-    `pairs` are token ids of (context, continuation), with a token or more in a context. A batch has at most
-    `batch_size` continuations.
+    A context has a token or more. A batch has at most `batch_size` continuations.
     """
     # Sorting puts equal contexts side by side, and contexts of similar length into one batch, the longest first.
     order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), *map(tuple, pairs[i])))
@@ -71,7 +70,6 @@ def track(rows: Iterable[Row], name: str, total: int, show: bool) -> Iterable[Ro
 
 
 def _score(model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-    """Compute `loglikelihoods` of one batch."""
     contexts = list(dict.fromkeys(tuple(context) for context, _ in pairs))
     _, state = _read_to_end(model, [context[:-1] for context in contexts])
     if state is not None:
@@ -105,12 +103,11 @@ def generate(
     """Continue prompts of unequal lengths in one batch, and return the new tokens of each.
 
     Args:
-        model: the model, on its device and in evaluation mode.
         prompts: token ids of each prompt, at least one.
         max_tokens: largest number of new tokens of a prompt.
         done: function of a row's new tokens that returns whether the row ends. The last token is part of the result.
         vocab_size: vocabulary of the tokenizer, if the model's is larger; larger ids are never drawn.
-        temperature, top_k, top_p: as in `Session.sample`; temperature 0 takes the likeliest token.
+        temperature, top_k, top_p: as in `Session.sample`.
     """
     written: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts) if max_tokens > 0 else 0))

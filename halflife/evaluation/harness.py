@@ -134,12 +134,10 @@ class Adapter:
         return total
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return texts that end before a string of `until`, at the end token, or after `max_gen_toks` tokens.
+        """Texts that end before a string of `until`, at the end token, or after `max_gen_toks` tokens.
 
-        Decoding is greedy unless the task asks for sampling.
-
-        Raises:
-            ValueError: a task asks for a setting that is not supported, such as beams.
+        Decoding is greedy unless the task asks for sampling. A setting that is not supported, as beams, is a
+        ValueError.
         """
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
@@ -182,7 +180,6 @@ class Adapter:
         return [text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=None)] for text in texts]
 
     def _truncate(self, context: list[int], more: int) -> list[int]:
-        """Truncate a context from the left so that `more` tokens can follow it."""
         if self.max_length is None or len(context) + more <= self.max_length:
             return context
         if more >= self.max_length:
@@ -273,11 +270,7 @@ def evaluate(
 
 
 def _task_manager(tasks: Sequence[str], include_path: str | Path | None, metadata: dict[str, Any]) -> Any:
-    """Return the harness's index of tasks.
-
-    Reading the harness's thousands of tasks takes seconds, so they are left out if `include_path` has all that are
-    needed. The index must get the metadata, because `simple_evaluate` does not pass them to a given index.
-    """
+    """The harness's index of tasks, without its own thousands, which take seconds, if `include_path` has all."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
@@ -295,7 +288,6 @@ def _task_manager(tasks: Sequence[str], include_path: str | Path | None, metadat
 
 
 def _load_task(manager: Any, name: str) -> list[Any]:
-    """Load a group, a task, or the tasks of a tag, with their data."""
     try:
         loaded = manager.load([name])
     except Exception as error:  # a task runs code of its own, which may raise any error

@@ -23,12 +23,9 @@ PIECE = 4096  # tokens read at once; the state is carried over, so memory does n
 
 @torch.no_grad()
 def by_position(model: LanguageModel, rows: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the mean loss at each position in nats, `[T]`, float64, on the CPU; NaN at a position without labels.
+    """The mean loss at each position in nats, `[T]`, float64, on the CPU; NaN at a position without labels.
 
-    Args:
-        model: the model, on its device and in evaluation mode.
-        rows: pairs of `input_ids [B, T]` and `labels [B, T]`, with one T for all. A label is the next token, or −100 if
-            there is none.
+    `rows` are pairs of `input_ids [B, T]` and `labels [B, T]`, with one T for all. A label is the next token, or −100.
     """
     total = count = None
     with fast_linears(model):
@@ -57,10 +54,7 @@ def exponential(nats: float) -> float:
 
 
 def perplexity(losses: Tensor, length: int) -> float:
-    """Return the perplexity of texts of `length` tokens from the losses `[≥ length]` of `by_position`.
-
-    A position without labels counts for nothing.
-    """
+    """The perplexity of texts of `length` tokens from losses of `by_position`; those without labels do not count."""
     return exponential(losses[:length].nanmean().item())
 
 
@@ -117,17 +111,12 @@ def _pack_documents(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """Return file → what the model's loss on it is. A file is one document; its first token is not predicted.
+    """File → the loss on it. A file (`.gz` is decompressed) is one document, whose first token is not predicted.
 
-    Args:
-        model: the model, on its device and in evaluation mode.
-        tokenizer: encodes bytes into the model's token ids (`data.tokenizers.Tokenizer`).
-        files: the files; `.gz` files are decompressed.
-
-    Returns:
-        "bits_per_byte" and "perplexity" (of a token), with their standard errors "bits_stderr" and "perplexity_stderr"
-        over `BLOCKS` equal blocks of the text (NaN for a text of fewer tokens), and those of a guess among all tokens,
-        "bits_guess" and "perplexity_guess"; "tokens", the number of predicted tokens, and "bytes", of the file.
+    "bits_per_byte" and "perplexity" (of a token) have standard errors "bits_stderr" and "perplexity_stderr" over
+    `BLOCKS` equal blocks of the text (NaN for a text of fewer tokens), and those of a guess among all tokens,
+    "bits_guess" and "perplexity_guess". "tokens" are the predicted tokens, and "bytes" those of the file. The
+    `tokenizer` encodes bytes.
     """
     measured = {}
     for file in files:
@@ -149,9 +138,9 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
 
 
 def blocked_error(losses: Tensor) -> float:
-    """The standard error of the mean of losses `[T]`, whose neighbours depend on each other, by equal blocks.
+    """The standard error of the mean of losses `[T]`, whose neighbours depend on each other, by `BLOCKS` equal blocks.
 
-    Each of `BLOCKS` blocks counts as one observation. NaN for fewer tokens than blocks.
+    It is NaN for fewer tokens than blocks.
     """
     if len(losses) < BLOCKS:
         return math.nan
@@ -160,9 +149,6 @@ def blocked_error(losses: Tensor) -> float:
 
 
 def octave_means(losses: Tensor) -> list[tuple[int, int, float]]:
-    """Return (first position, last position, mean) of the losses `[T]` of `by_position`, in buckets that double.
-
-    Positions are counted from 1.
-    """
+    """(first position, last position, mean) of losses `[T]` of `by_position`, in buckets that double, from 1 on."""
     edges = [0, *(2**i for i in range(len(losses).bit_length()) if 2**i < len(losses)), len(losses)]
     return [(a + 1, b, losses[a:b].nanmean().item()) for a, b in pairwise(edges)]

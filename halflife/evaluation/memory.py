@@ -132,10 +132,7 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
 
 
 def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str, ...]]]:
-    """Return the configuration of a model with one layer of each kind, and the indices of each kind in the full model.
-
-    The vocabulary and the width of the MLP are small, because no state depends on them.
-    """
+    """The configuration of a small model with one layer of each kind, and the indices of each in the full model."""
     base = [i for i in range(config.num_layers) if i not in config.other_layers]
     others = [kind for kind in config.hybrids if kind["layers"]]
     where = [base, *(sorted(set(kind["layers"])) for kind in others)]
@@ -151,10 +148,7 @@ def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple
 def _state_tensors(
     mixer: str, states: Sequence[State], most_digits: int, cache_dtype: str | None
 ) -> dict[str, StateTensor]:
-    """Return the sizes of a layer's tensors from its states of one sequence after `PROBES` tokens.
-
-    Log-linear attention holds at most `most_digits` states. The number is 0 for other layers.
-    """
+    """The sizes of a layer's tensors from its states of one sequence after `PROBES` tokens."""
     sizes = {}
     for name in dict.fromkeys(name for state in states for name in state):
         tensors = [state[name] for state in states if name in state]
@@ -209,10 +203,9 @@ def ska_crossover(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -
 def ska_sizes(state: LayerState) -> dict[str, Any]:
     """Compare the state of an SKA layer with a cache of its keys and values, which has `H (r + P)` numbers a token.
 
-    Returns:
-        "layers", "heads", "rank", "value_dim"; the numbers in the layer's "committed" and "pending" tensors; and the
-        first length at which the state is smaller than the cache: "theory" (Prop. I.14), "measured" (committed numbers
-        only) and "with_pending" (all numbers).
+    It returns "layers", "heads", "rank", "value_dim"; the numbers in the layer's "committed" and "pending" tensors; and
+    the first length at which the state is smaller than the cache: "theory" (Prop. I.14), "measured" (committed numbers
+    only) and "with_pending" (all numbers).
     """
     heads, rank = state.tensors["gram"].shape[1:3]
     value_dim = state.tensors["values"].shape[2]
@@ -243,17 +236,16 @@ def measure_memory(
     """Measure the states of models at some lengths, beside the KV cache of a llama of the same sizes.
 
     Args:
-        models: names of presets, `base[+modifier…]`, or folders with trained models.
+        models: names of presets, or folders with trained models, whose sizes presets and the llama then have.
         lengths: numbers of tokens, in any order.
         hidden_size, num_layers, num_heads, vocab_size: as in `preset`. The vocabulary affects the parameters only.
-            Beside trained models, presets and the llama have the sizes of these.
         dtype, cache_dtype: as in `layer_states`.
 
     Returns:
         The settings; "cache", `{"per_token", "bytes": [one a length]}`; and "models", `[{"model", "parameters",
         "constant", "per_token", "per_digit", "most_digits", "bytes": [one a length], "smaller_from", "layers",
-        "ska"}]`. Sizes are in bytes; `StateSize` has their meaning.
-        "smaller_from" is the first length at which the state is smaller than the cache, or None.
+        "ska"}]`. Sizes are in bytes (`StateSize`). "smaller_from" is the first length at which the state is smaller
+        than the cache, or None.
     """
     from halflife.models.load import configurations
 

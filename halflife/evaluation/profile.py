@@ -1,8 +1,8 @@
 """A profile of training steps by pass: a Chrome trace, and a table of times.
 
-Modules have ranges named after their pass, by hooks. An operation belongs to the innermost range around it, and a
-backward one to the pass whose operation it differentiates, which the profiler tells by sequence numbers. What the
-backward pass computes again counts as backward. The passes of a compiled block are "op" together.
+Hooks give modules ranges named after their pass. An operation belongs to the innermost range around it, and a backward
+one to the pass whose operation it differentiates (by sequence numbers). What the backward pass computes again counts as
+backward. The passes of a compiled block are "op" together.
 """
 
 from __future__ import annotations

@@ -27,14 +27,11 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], *, rounds: int = 3, seconds: float = 0.0
 ) -> dict[str, float]:
-    """Return the median seconds of each candidate over rounds in which each runs once.
-
-    Since the candidates alternate, a slow phase of the machine affects them all.
+    """The median seconds of each candidate over rounds in which each runs once, so that a slow phase affects them all.
 
     Args:
         candidates: name → function to time. If its first call does extra work, call it once before.
-        rounds: least number of rounds.
-        seconds: further rounds start until this time has passed.
+        rounds, seconds: least number of rounds, and further ones start until this time has passed.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1; got {rounds}")
@@ -59,15 +56,11 @@ def now() -> float:
 def train_step(
     model: nn.Module, *, bf16: bool = False, loss: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that does one training step: forward, backward, AdamW.
+    """A function `loss = step(ids)` of `ids [B, T]` that does one training step: forward, backward, AdamW.
 
     Args:
-        model: the model, which is put into training mode and trained.
         bf16: whether to use mixed precision.
         loss: the loss of `ids [B, T]`; None for the mean cross-entropy of the model's logits.
-
-    Returns:
-        `loss = step(ids)` for `ids [B, T]`. The first call also allocates AdamW's moments.
     """
     optimizer = torch.optim.AdamW(param_groups(model.train(), 0.1, 1e-4), lr=1e-4)
 
@@ -115,18 +108,16 @@ def measure_steps(
     """Measure the time of a training step of whole models at some lengths (GateRank, Figure 5), or of a forward pass.
 
     Args:
-        models: names of presets, `base[+modifier…]`.
+        models, hidden_size, num_layers, num_heads, vocab_size: presets and their sizes, as in `preset`.
         lengths: tokens of a sequence, in any order.
         tokens: tokens of a step; a step has one sequence at least.
-        hidden_size, num_layers, num_heads, vocab_size: as in `preset`.
         bf16: whether to use mixed precision.
         rounds, seconds: as in `interleaved`, for each length.
         forward: whether to time a forward pass alone, without gradients (PoST, §5.2).
 
     Returns:
         The settings, "timed", which is "training step" or "forward pass", and "models", `[{"model", "parameters",
-        "seconds": [one a length], "tokens_per_second": […]}]`. The numbers are None where a step does not fit into the
-        memory of an accelerator.
+        "seconds": [one a length], "tokens_per_second": […]}]`. The numbers are None where a step needs too much memory.
     """
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
@@ -183,13 +174,9 @@ def device_name(device: str) -> str:
 class Decoder:
     """Greedy decoding after a context, one token a call, to measure the cost of a token.
 
-    Args:
-        model: the model, which is put into evaluation mode.
-
     Attributes:
-        state: state of the model after all tokens so far.
+        state: state of the model after all tokens so far, `position` in number.
         token: the likeliest next token, `[B, 1]`, which the next call reads.
-        position: number of tokens read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -224,9 +211,9 @@ def resident_memory(field: str = "VmRSS") -> int:
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """Return the peak growth of this process in bytes while `run` runs (Linux).
+    """The peak growth of this process in bytes while `run` runs (Linux). Measure in a fresh process.
 
-    Memory that the allocator holds from before is used again and is not counted. Measure in a fresh process therefore.
+    Memory that the allocator holds from before is used again and is not counted.
     """
     before = resident_memory()
     CLEAR.write_text("5")  # resets the peak to the memory held now

@@ -50,7 +50,7 @@ class HalflifeBlock(GradientCheckpointingLayer, Block):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, *tensors: Tensor, names: _Names, packing: Packing
     ) -> tuple[Tensor, ...]:
-        """Run the block on `x [B, T, D]` and the named `tensors`. The results after the first one are named as well."""
+        """Run the block on `x [B, T, D]` and the named `tensors`; the results after the first one are named as well."""
         state, shared = names.split(tensors)
         y, new = super().forward(x, state, packing, shared)
         names.after = _Names(new, shared)

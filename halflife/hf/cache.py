@@ -43,11 +43,7 @@ class HalflifeCache:
 
     @staticmethod
     def check(cache: object) -> None:
-        """Check that past_key_values are of this kind, or None.
-
-        Raises:
-            TypeError: they are of another kind.
-        """
+        """Raise a TypeError unless past_key_values are of this kind, or None."""
         if cache is not None and not isinstance(cache, HalflifeCache):
             raise TypeError(
                 "past_key_values must be the HalflifeCache that an earlier call returned, or None: a recurrent model "
@@ -110,15 +106,10 @@ class HalflifeCache:
             self._states = []
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, and all earlier states that were kept for it.
+        """Forget the last tokens, `tokens_to_remove` ≤ 0 as in transformers, and all earlier states kept for it.
 
         The state becomes the last one that was kept before them. The next forward pass begins with the tokens between.
-
-        Args:
-            tokens_to_remove: their number as a negative number, or 0, as in transformers.
-
-        Raises:
-            RuntimeError: `activate_past_recording` was called too late or not at all.
+        A RuntimeError says that `activate_past_recording` was called too late or not at all.
         """
         if self._states is None or tokens_to_remove > 0:
             raise RuntimeError(
@@ -146,8 +137,6 @@ class HalflifeCache:
     reorder_cache = batch_select_indices  # beam search calls it by this name
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to every tensor, rows first."""
-
         def of(state: ModelState | None) -> ModelState | None:
             return None if state is None else changed(state, change)
 
@@ -162,7 +151,6 @@ class HalflifeCache:
 
 
 def _part(tokens: list[Tokens], start: int, stop: int) -> list[Tokens]:
-    """Return the columns `start` to `stop` of all tokens after one another."""
     parts, first = [], 0
     for x, mask in tokens:
         piece = slice(max(start - first, 0), max(stop - first, 0))

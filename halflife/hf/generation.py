@@ -132,11 +132,7 @@ class HalflifeGenerationMixin(_Mixin):
         self, input_ids: Tensor, *, generation_config: GenerationConfig, inputs_tensor: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Verify all drafted tokens in one forward pass, whose state is replaced if some of them are wrong.
-
-        The state before the pass is kept, and the next pass begins with the accepted tokens. The prompt is read before,
-        so that its tokens are not among these.
-        """
+        """Verify all drafted tokens in one pass. If some are wrong, the next pass begins with the accepted ones."""
         _check_side(kwargs)
         past = kwargs.get("past_key_values")
         if past is not None:
@@ -204,13 +200,9 @@ def _check_side(model_kwargs: dict[str, Any]) -> None:
 
 
 def _padded_left(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any], Tensor | None]:
-    """Return the inputs with the padding of each row moved to its left, and the order of their columns.
+    """The inputs with the padding of each row moved to its left, and the order of their columns, None if nothing moved.
 
-    Padding has no effect wherever it is, but `generate` reads the logits of the last column. The order is None if
-    nothing was moved.
-
-    Raises:
-        ValueError: a row has no token.
+    `generate` reads the logits of the last column.
     """
     mask = model_kwargs.get("attention_mask")
     if mask is None or mask[:, -1:].all():

@@ -22,10 +22,9 @@ KEPT = [
 
 
 def mind_cpu_kernels(model: nn.Module) -> None:
-    """Let the 4-bit maps of bitsandbytes that its kernel for AVX-512 refuses run by its other code.
+    """Let the 4-bit maps of bitsandbytes that its kernel for AVX-512 refuses by an assertion run by its other code.
 
-    The kernel takes multiples of 32 outputs and even numbers of inputs, and bitsandbytes asserts this in place of a
-    choice. Mamba-2's `in_proj` has H outputs more.
+    The kernel takes multiples of 32 outputs and even numbers of inputs; Mamba-2's `in_proj` has H outputs more.
     """
     for module in model.modules():
         given: Any = module

@@ -116,10 +116,7 @@ class Attention(Mixer):
         return self.out_proj(o * gate[0].sigmoid() if gate else o), cache
 
     def _decodes(self, q: Tensor, k: Tensor, v: Tensor, state: State, packing: Packing) -> bool:
-        """Whether kernels take one token of each sequence with its rotation, its place in the cache and what it reads.
-
-        They have one form of attention, and caches that grow.
-        """
+        """Whether kernels take one token of each sequence; they have one form of attention, and caches that grow."""
         one = bool(state) and packing.length == 1 and packing.cu_seqlens is None
         plain = type(self).attend is Attention.attend and type(self).cached is Attention.cached
         grows = self.window is None and self.max_length is None and self.pass_backend == "auto"
@@ -144,7 +141,6 @@ class Attention(Mixer):
         return normed.to(x.dtype).view(heads.shape)
 
     def _rotated(self, q: Tensor, k: Tensor, position: Tensor, kept: dict[Any, Any] | None) -> tuple[Tensor, Tensor]:
-        """RoPE on the first channels of each head."""
         if self.rotated == self.head_dim:
             return rotary(q, k, position, self.rope_base, self.pass_backend, kept)
         (q, *q_rest), (k, *k_rest) = (x.tensor_split([self.rotated], -1) for x in (q, k))
@@ -191,10 +187,7 @@ class Attention(Mixer):
         return o[row, slot].unflatten(0, q.shape[:2]), cache
 
     def _slots(self, stop: Tensor, width: int, enough: int | None) -> int:
-        """The slots of the caches that hold at most `width` new tokens a sequence, of which the last ends at `stop`.
-
-        Rows of equal length have `enough` with as many more as they have new tokens, so nothing waits for `stop`.
-        """
+        """The slots of the caches, of which the last new token ends at `stop`; rows of equal length have `enough`."""
         if self.window is not None:
             return self.window - 1 + width
         if self.max_length is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
 from halflife.ops.arguments import is_hooked
+from halflife.ops.backends.dispatch import add_skip as add_skip_of_heads
 from halflife.ops.backends.dispatch import beside
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
@@ -200,9 +201,7 @@ def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
         return y
     scale, x = skip
     heads = (len(scale), -1)
-    return torch.addcmul(
-        y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.to(y.dtype).unflatten(-1, heads)
-    ).flatten(-2)
+    return add_skip_of_heads(y.unflatten(-1, heads), scale, x.unflatten(-1, heads)).flatten(-2)
 
 
 # Functions of queries and keys, by their names in transformers (`ACT2FN`).

@@ -213,7 +213,6 @@ class RWKV7(Shifting):
         return [self.mu[name] for name in "rkvwagv"[: len(weights)]], weights
 
     def _first_maps(self, x: Tensor, state: State, packing: Packing) -> tuple[list[Tensor], Tensor]:
-        """What these maps give, and the last token."""
         if (found := self.made_maps(x, state, packing)) is not None:
             return found
         xs, last = self._mixtures(x, state["shift"], packing)
@@ -228,7 +227,6 @@ class RWKV7(Shifting):
     def _token(
         self, given: list[Tensor], memory: Tensor, position: Tensor, shared: Shared | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The input of the last map, and the next state."""
         rows, low, ups, first = given[:3], given[3:], [lora.up for lora in self._loras], None
         vectors = [self.a0, self.k_k, self.k_a, self.r_k, self.norm.weight, self.norm.bias]
         if self.v0 is None and shared is not None:

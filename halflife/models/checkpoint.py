@@ -22,14 +22,10 @@ FORMAT = 1  # increased when older checkpoints can no longer be read
 
 
 def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None) -> Path:
-    """Write the configuration and the weights of `model` into `folder`, and return the folder.
+    """Write the configuration and the weights of `model` into `folder`, which is created if needed, and return it.
 
-    After `import halflife.hf`, `AutoModelForCausalLM.from_pretrained(folder)` of transformers reads it too.
-
-    Args:
-        model: the model.
-        folder: the folder, which is created if needed.
-        tokenizer: name of the model's built-in tokenizer ("bytes", "bytes+eos"), or None.
+    After `import halflife.hf`, `AutoModelForCausalLM.from_pretrained(folder)` of transformers reads it too. `tokenizer`
+    is the name of the model's built-in tokenizer ("bytes", "bytes+eos"), or None.
     """
     folder = Path(folder)
     write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt"})
@@ -51,9 +47,7 @@ def is_ours(config: Any) -> bool:
 def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
     """Return the model that `save`, or `save_pretrained` of a halflife model, wrote into `folder`.
 
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the format is another one, a file is damaged, or the weights do not fit the configuration.
+    A missing file is a FileNotFoundError. Another format, a damaged file and weights that do not fit are ValueErrors.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)

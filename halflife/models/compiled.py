@@ -27,12 +27,9 @@ MOST_GRAPHS = 64
 
 @contextmanager
 def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iterator[Callable[[], int]]:
-    """Inside this block, run the blocks of `model` compiled wherever gradients are recorded.
+    """Inside this block, run the blocks of `model` compiled wherever gradients are recorded; FSDP2 shards it inside.
 
-    It replaces `forward` of the blocks, and afterwards restores it. FSDP2 shards the model inside.
-
-    Args:
-        recompute: what the backward pass computes again: "blocks", or some of `backends.dispatch.KINDS`.
+    `recompute` is what the backward pass computes again: "blocks", or some of `backends.dispatch.KINDS`.
 
     Yields:
         A function that returns how many graphs were compiled so far. A batch of another kind compiles again: the first
@@ -56,7 +53,6 @@ def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iter
 
 
 def _compiled(block: nn.Module, recompute: Sequence[str]) -> Callable[..., tuple[Tensor, State]]:
-    """The `forward` of a block, compiled."""
     eager: Any = block.forward
     reads_longest = any(getattr(module, "reads_longest", False) for module in block.modules())
 

@@ -112,7 +112,6 @@ class ModelConfig:
 
     @property
     def _options(self) -> list[dict[str, Any]]:
-        """The options of the mixers of all kinds."""
         return [self.mixer_options, *(kind.get("options", {}) for kind in self.hybrids)]
 
     @property
@@ -163,11 +162,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
-        """Return the configuration that `to_dict` wrote.
-
-        Raises:
-            ValueError: a key is missing or unknown; the message lists the known keys.
-        """
+        """The configuration that `to_dict` wrote; a ValueError for a missing or unknown key lists the known keys."""
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key in data:
             check_choice("key of ModelConfig", key, fields)

@@ -143,11 +143,11 @@ class Backbone(nn.Module):
         action_mask: Tensor | None = None,
         call: Callable[..., tuple[Tensor, State]] | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """Return the normalised hidden states `[B, T, D]` before the head, and the new state.
+        """The normalised hidden states `[B, T, D]` before the head, and the new state.
 
         Args:
             ids: token ids `[B, T]`, or embeddings `[B, T, D]`.
-            state, cu_seqlens, attention_mask, action_mask: as in `forward`.
+            state, cu_seqlens, attention_mask, action_mask: as in `LanguageModel.forward`.
             call: function that runs a block, `call(block, x, state, packing, shared=shared)`, for activation
                 checkpoints or to record inputs; None means `block(x, …)`.
         """
@@ -221,11 +221,7 @@ class Backbone(nn.Module):
 
 
 class LanguageModel(Backbone):
-    """A causal language model with any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`.
-
-    Args:
-        config: the configuration; `preset` builds one by name.
-    """
+    """A causal language model with any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -276,7 +272,9 @@ class LanguageModel(Backbone):
         attention_mask: Tensor | None = None,
         action_mask: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """Return the logits of the token after each of `ids`.
+        """The logits `[B, T, vocab_size]` of the token after each of `ids`, and the new state, one dict for each layer.
+
+        The state of the Toeplitz layer, if the model has one, comes last.
 
         Args:
             ids: token ids `[B, T]`, integers below vocab_size.
@@ -285,13 +283,8 @@ class LanguageModel(Backbone):
             attention_mask: `[B, T]`, 0 at padding, on the left or the right. The logits there are 0.
             action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
 
-        Returns:
-            `logits [B, T, vocab_size]` and the new state, one dict for each layer. The state of the Toeplitz layer, if
-            the model has one, comes last.
-
         Raises:
-            ValueError: a shape or dtype does not fit, the state is of another model, or the model has no layer that
-                reads the action mask.
+            ValueError: a shape or dtype does not fit, the state is of another model, or no layer reads the action mask.
         """
         hidden, state = self.hidden(ids, state, cu_seqlens, attention_mask, action_mask)
         return self.logits(hidden), state

@@ -23,14 +23,10 @@ from halflife.models.tensor_file import INDEX, Checkpoint
 
 
 def load_any(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
-    """Return the model in `folder`, which `checkpoint.save`, transformers' `save_pretrained` or another library wrote.
+    """The model in `folder`, which `checkpoint.save`, transformers' `save_pretrained` or another library wrote.
 
     A model of another library is converted in memory (`convert.SOURCES`). The weights must be safetensors, in one file
-    or in shards.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the model cannot be converted, a file is damaged, or the weights do not fit the configuration.
+    or in shards. Errors are those of `checkpoint.load`.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
@@ -56,10 +52,9 @@ def check_finite(model: nn.Module, folder: str | Path) -> None:
 
 
 def configurations(folders: Sequence[str]) -> list[ModelConfig]:
-    """Return the configurations of the models in and below the folders, equal ones once; [] without folders.
+    """The configurations of the models in and below the folders, equal ones once; [] without folders.
 
-    Raises:
-        FileNotFoundError, ValueError: see `checkpoints` and `load_any`; or the models differ in width or layers.
+    Models that differ in width or layers are a ValueError.
     """
     found = checkpoints([Path(folder) for folder in folders]).values() if folders else ()
     configs = [*{(config := load_any(folder).config).to_json(): config for folder in found}.values()]
@@ -75,16 +70,11 @@ def convertible(model_type: str) -> bool:
 
 
 def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = convertible) -> dict[str, Path]:
-    """Return the checkpoints in and below the folders, as a mapping from label to folder.
+    """The checkpoints in and below the folders, as a mapping from label to folder.
 
-    They are sorted within each folder, a comparison's in the order of its models, and none is listed twice. Checkpoints
-    that are not readable are skipped.
-    A label is the model's name. If two names agree, every label also has its folder's name; if these agree too, the
-    labels are the folders' paths.
-
-    Args:
-        folders: the folders.
-        readable: whether a model of another library counts, by its `model_type`.
+    They are sorted within each folder, a comparison's in the order of its models, and none is listed twice. A label is
+    the model's name. If two names agree, every label also has its folder's name; if these agree too, the labels are the
+    folders' paths. `readable` says by `model_type` whether a model of another library counts.
 
     Raises:
         FileNotFoundError: a folder is missing or holds no checkpoint.
@@ -112,11 +102,7 @@ def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = conve
 
 
 def without_diverged(found: dict[str, Path]) -> dict[str, Path]:
-    """The models of `checkpoints` whose training did not diverge; a warning names the others, which hold no numbers.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The models of `checkpoints` whose training did not diverge, at least one; a warning names the others."""
     results = {label: read_json_object(folder / RESULT_JSON, optional=True) for label, folder in found.items()}
     if lost := [label for label, result in results.items() if "diverged" in result]:
         if len(lost) == len(found):

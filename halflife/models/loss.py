@@ -30,8 +30,7 @@ CACHED_LOGITS, MANY_TOKENS = 1 << 21, 512
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden weightᵀ`, `[…, D]` and `[V, D]` → `[…, V]`, for a weight that is read beside its module.
 
-    Raises:
-        ValueError: the weight is elsewhere, for example offloaded. torch itself would return memory as it finds it.
+    A ValueError says that the weight is elsewhere, as offloaded; torch itself would return memory as it finds it.
     """
     if weight.device != hidden.device:
         raise ValueError(
@@ -42,11 +41,11 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor, backend: str = "auto") -> Tensor:
-    """Return the mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
+    """The mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
 
-    The logits of few tokens are computed at once. More are computed by `ChunkedLoss`; its gradients cannot be
-    differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its
-    chunks take 5 to 13 times as long, and for bfloat16 its loss is off by 15 % (docs/benchmarks.md).
+    The logits of few tokens are computed at once, and more by `ChunkedLoss`, whose gradients cannot be differentiated
+    again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its chunks take 5 to 13 times
+    as long, and for bfloat16 its loss is off by 15 % (docs/benchmarks.md).
 
     Args:
         hidden: `[N, D]`. Under autocast, the products have its precision.
@@ -105,10 +104,7 @@ def _number(labels: Tensor) -> Tensor:
 
 
 def token_losses(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Tensor:
-    """Return the cross-entropy `[N]` of each token, 0 where the label is −100; for use without gradients.
-
-    Shapes are those of `mean_loss`.
-    """
+    """The cross-entropy `[N]` of each token, 0 where the label is −100, without gradients; shapes as in `mean_loss`."""
     weight = _plain_weight(head)
     read: Any = head if weight is None else partial(logits_of, weight=weight)
     rows = _rows(head, hidden)
@@ -117,10 +113,7 @@ def token_losses(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Te
 
 
 def tokens_at_once(vocabulary: int, device: str, in_place: int = 0) -> int:
-    """The number of tokens whose logits are computed at once on a type of device.
-
-    `in_place` are the bytes of a logit whose gradient takes its place, or 0.
-    """
+    """The tokens whose logits are computed at once; `in_place` are bytes of a logit that its gradient replaces."""
     if in_place:
         return max(1, IN_PLACE // in_place // vocabulary)
     most = max(1, (GPU_LOGITS if device == "cuda" else LOGITS) // vocabulary)
@@ -128,7 +121,6 @@ def tokens_at_once(vocabulary: int, device: str, in_place: int = 0) -> int:
 
 
 def _rows(head: Tensor | nn.Module, hidden: Tensor) -> int:
-    """The tokens of a chunk."""
     vocabulary = len(head) if isinstance(head, Tensor) else getattr(head, "out_features", 1 << 17)
     return tokens_at_once(vocabulary, hidden.device.type)
 

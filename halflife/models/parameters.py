@@ -11,7 +11,7 @@ from halflife.precision import Float32Module
 
 
 def without_weight_decay(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that no optimiser should decay.
+    """The ids of the parameters that no optimiser should decay.
 
     They are every parameter of one axis (norms, biases), convolution taps, and every parameter of a `Float32Module`
     (decays, D, PoST spectra) of any shape.
@@ -22,13 +22,10 @@ def without_weight_decay(model: nn.Module) -> set[int]:
 
 
 def param_groups(model: nn.Module, weight_decay: float, learning_rate: float | None = None) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimiser: matrices with weight decay, and `without_weight_decay` without.
+    """Parameter groups for an optimiser: matrices with weight decay, and `without_weight_decay` without.
 
-    A further group holds the parameters of the modules that have an attribute `learning_rate_factor` other than 1
-    (`decay.PoST`). Its "lr" is that factor times the rate.
-
-    Raises:
-        ValueError: a module has such a factor, and `learning_rate` is None.
+    A further group holds the parameters of the modules with a `learning_rate_factor` other than 1 (`decay.PoST`). Its
+    "lr" is that factor times the rate, without which it is a ValueError.
     """
     factors = {
         id(parameter): factor

@@ -101,8 +101,7 @@ class Session:
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
         """Read token ids `[T]` or text, and return the session.
 
-        Raises:
-            ValueError: the ids are not integers of the vocabulary, or text is given without a tokenizer.
+        A ValueError says that ids are no integers of the vocabulary, or that text has no tokenizer.
         """
         numbers = self._ids(tokens)
         ids = numbers.to(self.model.embedding.weight.device, non_blocking=True)
@@ -130,7 +129,6 @@ class Session:
         return self.decode is not None or self.model.config.vocab_size == BYTE_VOCABULARY
 
     def _cast(self, state: ModelState) -> ModelState:
-        """The state with its sums over all tokens in `state_dtype`."""
         if self.state_dtype is None:
             return state
         return tuple(
@@ -160,11 +158,7 @@ class Session:
 
     @property
     def next_logits(self) -> Tensor:
-        """The logits `[vocab_size]` of the next token.
-
-        Raises:
-            ValueError: the session has read nothing yet.
-        """
+        """The logits `[vocab_size]` of the next token; a ValueError if the session has read nothing yet."""
         if not self._results:
             raise ValueError("the session has read nothing yet: feed it a token first")
         return self._own(self._results)[0]
@@ -195,7 +189,6 @@ class Session:
         """Draw n tokens, one at a time. The session has read each token before it is yielded, so any stop is safe.
 
         Args:
-            n: number of tokens.
             temperature: divisor of the logits; 0 takes the likeliest token.
             top_k: draw from the k likeliest tokens only.
             top_p: draw only from the likeliest tokens that together have at least this probability.
@@ -229,11 +222,8 @@ class Session:
         Args:
             n: largest number of tokens.
             stop: tokens or texts that end the text; they are not part of it. The session has read what it drew of them.
-            **settings: settings of `sample`.
-
-        Raises:
-            ValueError: as in `sample`, an empty text in `stop`, or the tokens are not bytes and there is no `decode`.
-            TypeError: `stop` has something other than tokens and texts.
+            **settings: settings of `sample`, whose ValueErrors it has, also without `decode` and for an empty text in
+                `stop`.
         """
         if not self._has_text:
             raise ValueError(
@@ -246,8 +236,7 @@ class Session:
     def save(self, path: str | Path) -> Path:
         """Write the state and the last logits into a safetensors file, from which `load` continues.
 
-        Raises:
-            ValueError: the session has read nothing yet.
+        It is a ValueError if the session has read nothing yet.
         """
         tensors = {"logits": self.next_logits, "last": torch.tensor(self._recent)}
         for i, layer in enumerate(self.state or ()):
@@ -261,10 +250,8 @@ class Session:
     def load(self, path: str | Path) -> Session:
         """Continue from the state that `save` wrote, and return the session. After an error it is as it was before.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is damaged or of another format, or its state belongs to a model of another
-                configuration. Weights are not compared.
+        A ValueError says that the file is damaged or of another format, or belongs to a model of another configuration.
+        Weights are not compared.
         """
         tensors, about = read_tensors(Path(path), self.model.embedding.weight.device)
         if about.get("format") != str(FORMAT):
@@ -311,6 +298,5 @@ class Session:
                 raise ValueError(f"{path} holds no state of a session after {position} tokens: {name} has {value}")
 
     def _fingerprint(self) -> str:
-        """Return a hash of the model's configuration without the preset's name."""
         config = {key: value for key, value in self.model.config.to_dict().items() if key != "name"}
         return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

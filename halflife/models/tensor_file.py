@@ -43,9 +43,7 @@ def _sort_metadata(path: Path) -> None:
 def open_tensors(path: Path) -> Any:
     """Open a safetensors file, whose tensors are read when they are accessed.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is truncated or no safetensors file.
+    A missing file is a FileNotFoundError, and one that is truncated or no safetensors file a ValueError.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -62,11 +60,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file and the strings about them. Files without a checksum are not checked.
-
-    Raises:
-        FileNotFoundError, ValueError: see `open_tensors`; or the file has changed since it was written.
-    """
+    """The tensors of a file and the strings about them; a ValueError if it has changed since it was written."""
     from safetensors import SafetensorError
 
     try:

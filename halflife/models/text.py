@@ -31,11 +31,10 @@ class TextStream:
     Args:
         decode: the tokenizer's function from ids to text; None for bytes.
         before: the tokens before the first one, or the last of them that `context` returns.
-        stops: strings that end the text; they are no part of it.
+        stops: strings that end the text and are no part of it; one that came sets `stopped`.
 
     Attributes:
         released: number of characters that `push` has returned.
-        stopped: whether a stop string came.
     """
 
     def __init__(self, decode: Decode | None, before: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
@@ -82,7 +81,6 @@ class TextStream:
         return piece
 
     def _settled(self, tokens: list[int], text: str) -> bool:
-        """Return whether later tokens leave the text of `tokens` as it is."""
         if text.endswith(REPLACED):
             return False
         return self._fragment is None or self._decode([*tokens, self._fragment]).startswith(text)
@@ -95,15 +93,14 @@ class TextStream:
         return len(self._known)
 
     def _begun(self) -> int:
-        """Return the most characters at the end of the waiting text with which a stop string begins."""
         begun = (n for stop in self._stops for n in range(1, len(stop)) if self._waiting.endswith(stop[:n]))
         return max(begun, default=0)
 
 
 def context(decode: Decode | None, tokens: Sequence[int]) -> list[int]:
-    """Return the last tokens of `tokens` after which later tokens have the text that they have after all of them.
+    """The last tokens, some 64, after which later tokens have the text that they have after all of `tokens`.
 
-    These are some 64 that have a text and do not begin within a character.
+    They have a text and do not begin within a character.
     """
     decode, count = decode or _decode_bytes, CONTEXT
     while count < len(tokens) and (not (text := decode(tokens[-count:])) or text.startswith(REPLACED)):
@@ -157,11 +154,7 @@ def draw(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:  # fmt: skip
-    """Draw a token from `logits [V]`; the settings are those of `Session.sample`.
-
-    Raises:
-        ValueError: a logit is not finite.
-    """
+    """Draw a token from `logits [V]`, which must be finite; the settings are those of `Session.sample`."""
     return number_of(choose(logits, temperature, top_k, top_p, generator))
 
 

@@ -79,7 +79,6 @@ def causal_conv1d(
 
 
 def _native(call: Call) -> tuple[Tensor, Tensor]:
-    """One pass over memory with the bias and the activation, compiled for this CPU (csrc/conv.cpp)."""
     (x, *parameters), bounds = call.tensors.values(), call.packing.cu_seqlens
     given = (x.to(call.output_dtype), *parameters, _first(call), bounds)
     y, state = native.op("causal_conv")(*given, call.options["activation"] == "silu")
@@ -93,7 +92,6 @@ UNITS = (16, 32, 64, 128)  # sizes of unit vectors of which a program has all ch
 
 
 def _triton(call: Call) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
-    """One launch with the bias and the activation (convolution.py in `backends/triton/passes`)."""
     x, weight, bias = call.tensors.values()
     state = None if call.state is None else call.state[0].contiguous()
     given = (weight.contiguous(), bias if bias is None else bias.contiguous(), state, call.packing.cu_seqlens)
@@ -110,7 +108,6 @@ def _triton(call: Call) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
 
 
 def _with_units(y: Tensor, call: Call) -> Tensor:
-    """The outputs, those of `unit` divided by their norms."""
     channels, size = call.options["unit"]
     vectors = unit(y[..., :channels].unflatten(-1, (-1, size)))
     return torch.cat([vectors.flatten(-2), y[..., channels:]], -1)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import native, triton
-from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.backends.dispatch import add_skip, implements_pass, run_pass
 from halflife.ops.linear import PASSES, LinearOfPass, made_again, narrowed
 from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
@@ -32,20 +32,18 @@ def why_not_triton(op: str, device: torch.device, tensors: Any = None) -> str | 
     return triton.why_not_pass(op, device, tensors)
 
 
+def launch(name: str, *tensors: Tensor | None) -> Any:
+    """Run the Triton kernel of this name."""
+    return triton.custom_op(name)(*tensors)
+
+
 def _pass(
     op: str, expression: Callable[..., Tensor], kernel: Callable[..., Tensor], matrices: int,
     why_not: Any = why_not_triton,
 ) -> None:  # fmt: skip
-    """Register the implementations of a pass.
-
-    The native kernel reads the first `matrices` tensors in one dtype. `why_not` is that of the Triton kernel, which has
-    the same arguments, or None where there is none.
-    """
-    for backend in ("chunked", "reference"):
-        implements(op, backend, expression, traceable=True)
-    implements(op, "native", kernel, why_not=native.why_not_matrices(matrices))
-    if why_not is not None:
-        implements(op, "triton", partial(kernel, op=triton.custom_op), why_not=why_not)
+    """Register a pass with one kernel of both kinds, of which the native one has `matrices` tensors of one dtype."""
+    kernels = (kernel, native.why_not_matrices(matrices)), (partial(kernel, op=triton.custom_op), why_not)
+    implements_pass(op, expression, native=kernels[0], triton=kernels[1])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
@@ -65,13 +63,15 @@ def _native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return native.op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps)
 
 
-define("rms_norm", x="... D", weight="D", settings={"eps": 1e-5})
-_pass("rms_norm", _rms_norm, _native_rms_norm, 1, None)
-
-
-@implements("rms_norm", "triton", why_not=why_not_triton)
 def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return triton.custom_op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps, product_dtype(x))
+
+
+define("rms_norm", x="... D", weight="D", settings={"eps": 1e-5})
+implements_pass(
+    "rms_norm", _rms_norm, native=(_native_rms_norm, native.why_not_matrices(1)),
+    triton=(_triton_rms_norm, why_not_triton),
+)  # fmt: skip
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -88,9 +88,7 @@ def _triton_add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tu
 
 
 define("add_rms_norm", x="... D", y="... D", weight="D", settings={"eps": 1e-5})
-for _backend in ("chunked", "reference"):
-    implements("add_rms_norm", _backend, _add_rms_norm, traceable=True)
-implements("add_rms_norm", "triton", _triton_add_rms_norm, why_not=why_not_triton)
+implements_pass("add_rms_norm", _add_rms_norm, triton=(_triton_add_rms_norm, why_not_triton))
 
 
 def rms_norm_of_gated(
@@ -116,7 +114,7 @@ def _rms_norm_of_gated(
 ) -> Tensor:
     if scale is not None and x is not None:
         heads = (len(scale), -1)
-        y = torch.addcmul(y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.unflatten(-1, heads)).flatten(-2)
+        y = add_skip(y.unflatten(-1, heads), scale, x.unflatten(-1, heads)).flatten(-2)
     gated = (y * F.silu(z)).unflatten(-1, (groups, -1))
     return F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2) * weight
 
@@ -213,12 +211,8 @@ def swiglu(a: Tensor, b: Tensor, backend: str = "auto") -> Tensor:
     return run_pass("swiglu", backend, (a, b))
 
 
-def _fused_swiglu(a: Tensor, b: Tensor, op: Any = native.op) -> Tensor:
-    return op("swiglu")(a, b)
-
-
 define("swiglu", a="... D", b="... D")
-_pass("swiglu", lambda a, b: F.silu(a) * b, _fused_swiglu, 2, triton.why_not_pass)
+_pass("swiglu", lambda a, b: F.silu(a) * b, lambda a, b, op=native.op: op("swiglu")(a, b), 2, triton.why_not_pass)
 
 
 def swiglu_linear(a: Tensor, b: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
@@ -313,7 +307,7 @@ define(
     "mimo_output", y="B T R H V", before="B T H V", x="B T H V", z="B T H V", later="B T H R R", now="B T H R R",
     values="R H V", gates="R H V", outputs="R H V",
 )  # fmt: skip
-_pass("mimo_output", _mimo_output, _native_mimo_output, 4, None)
+implements_pass("mimo_output", _mimo_output, native=(_native_mimo_output, native.why_not_matrices(4)))
 
 
 def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:

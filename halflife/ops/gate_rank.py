@@ -60,21 +60,15 @@ def gate_rank(
         g_fast: log-decay of the fast state ≤ 0, `[B, T, H]`; −inf erases it.
         beta: writing strength `[B, T, H]` of the delta rule; None is the linear update.
         gain, skip: factors of the values `[B, T, H]`, and D `[H]`; see `ops.linear_attention`.
-        scale: factor of the output; None means `K ** -0.5`.
         initial_state: `(fast, slow)`, each `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
-        output_final_state: whether to return the states after the last token.
-        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
-        chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
-        backend: "auto", or one of `available_backends("gate_rank")`; "mask" takes memory quadratic in T.
+        scale, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`. The backend "mask" takes
+            memory quadratic in T.
         reset_law: "mask", or "printed" for the paper's Eqs. 10 to 12, `slow ← e^{g_slow} slow + k vᵀ` and
             `fast ← k vᵀ` at a reset. It has the linear update only, and the backends of `linear_attention`.
 
     Returns:
         `o [B, T, H, V]` in v's dtype, and the final `(fast, slow)` (float32, or float64 for float64 inputs), or None.
-
-    Raises:
-        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
-            run; the message names the backends that can.
+        The errors are those of `linear_attention`.
     """
     if reset_law != "mask":
         check_reset_law(reset_law, delta=beta is not None)

@@ -122,7 +122,6 @@ class _Products:
         self.copies: set[int] = set()  # ids of the weights of this pass; others, as FSDP1's, are not cast
 
     def run(self, module: nn.Linear, input: Tensor) -> Tensor:
-        """The output of a map."""
         known, y = self.done.pop(module, (None, input))
         if known is input:
             return y
@@ -137,7 +136,6 @@ class _Products:
 
     @staticmethod
     def found(calls: Iterable[tuple[nn.Linear, Tensor]]) -> list[list[nn.Linear]]:
-        """The groups of maps without biases that were called with one input."""
         groups: dict[int, dict[nn.Linear, None]] = {}
         for module, x in calls:
             if module.bias is None:

@@ -61,9 +61,7 @@ def ridge_attention(
         tolerance: a token's iteration ends when its residual is this small relative to its query, so a token has the
             same result alone as among others.
         initial_state: `(G [N, H, K, K], C [N, H, K, V])`, with G symmetric and C as `Σ k vᵀ`; None means zeros.
-        output_final_state: whether to return the sums after the last token.
-        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
-        chunk_size: passed to `linear_attention`.
+        output_final_state, cu_seqlens, chunk_size: as in `linear_attention`.
         backend: "auto"; "chunked", "native" or "triton" for conjugate gradients on `linear_attention` by that backend;
             "fla", which takes all `iterations`; or "reference", a loop over tokens with exact solves.
 
@@ -73,7 +71,8 @@ def ridge_attention(
     Raises:
         ValueError: a shape or number does not fit, or a log-decay is positive.
     """
-    check_solver(iterations, tolerance)
+    if iterations < 1 or tolerance < 0:
+        raise ValueError(f"need iterations ≥ 1 and tolerance ≥ 0; got {iterations} and {tolerance}")
     if isinstance(ridge, Tensor) and may_branch(ridge.device) and not (is_traced(ridge) or (ridge > 0).all()):
         raise ValueError("ridge must be positive numbers")
     return dispatch(
@@ -166,12 +165,6 @@ def _step(call: Call, q: Tensor, written: Tensor, gram: Tensor, values: Tensor) 
     diagonal = gram.diagonal(dim1=-2, dim2=-1) + call["ridge"]
     x = conjugate_gradients(product, diagonal, q[:, 0], **call.options)
     return (x.unsqueeze(-2) @ values).transpose(1, 2), (gram, values)
-
-
-def check_solver(iterations: int, tolerance: float) -> None:
-    """Raises a ValueError unless there is an iteration and the tolerance is not negative."""
-    if iterations < 1 or tolerance < 0:
-        raise ValueError(f"need iterations ≥ 1 and tolerance ≥ 0; got {iterations} and {tolerance}")
 
 
 def conjugate_gradients(product: Product, diagonal: Tensor, b: Tensor, *, iterations: int, tolerance: float) -> Tensor:

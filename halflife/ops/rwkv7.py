@@ -5,7 +5,7 @@ Native kernels take part where an expression has a norm. On a CPU "auto" is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements, run_gpu_pass
-from halflife.ops.fused import l2_normalize, why_not_triton
+from halflife.ops.backends.dispatch import implements, implements_pass, run_gpu_pass
+from halflife.ops.fused import l2_normalize, launch, why_not_triton
 from halflife.ops.laws import Unevaluated
 from halflife.ops.spec import define
 from halflife.precision import ROOMY, product_dtype
 
 MIXTURES = 6  # of a Triton kernel, all in one program
-
-
-def _expressed(op: str, expression: Callable[..., Any]) -> None:
-    for backend in ("chunked", "reference"):
-        implements(op, backend, expression, traceable=True)
 
 
 def token_mix(
@@ -62,18 +57,17 @@ def _why_not_mix(op: str, device: torch.device, tensors: Any = None) -> str | No
     return triton.why_not_pass(op, device, tensors)
 
 
-define("token_mix", x="B T D", before="B T D | B D | None", mu_1="D", mu_2="D", settings={"last": False})
-_expressed("token_mix", _token_mix)
-
-
 def _rows(mu: list[Tensor]) -> Tensor:
     return mu[0].unsqueeze(0) if len(mu) == 1 else torch.stack(mu)
 
 
-@implements("token_mix", "triton", why_not=_why_not_mix)
 def _triton_token_mix(x: Tensor, before: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *mu, last = rest
     return tuple(triton.custom_op("token_mix")(x, before, _rows(mu), None, None, None, 0.0, product_dtype(x), last))
+
+
+define("token_mix", x="B T D", before="B T D | B D | None", mu_1="D", mu_2="D", settings={"last": False})
+implements_pass("token_mix", _token_mix, triton=(_triton_token_mix, _why_not_mix))
 
 
 def token_mix_of_norm(
@@ -101,14 +95,6 @@ def _mix_of_norm(
     return *_token_mix(n, before, *mu, True), total
 
 
-define(
-    "token_mix_of_norm", x="B T D", branch="B T D | None", weight="D", bias="D", before="B D | None", mu_1="D",
-    mu_2="D", settings={"eps": 1e-5},
-)  # fmt: skip
-_expressed("token_mix_of_norm", _mix_of_norm)
-
-
-@implements("token_mix_of_norm", "triton", why_not=_why_not_mix)
 def _triton_mix_of_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, before: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
@@ -116,6 +102,13 @@ def _triton_mix_of_norm(
     settings = eps, product_dtype(x), True
     found = triton.custom_op("token_mix")(x, before, _rows(mu), branch, weight, bias, *settings)
     return (*found, x) if branch is None else tuple(found)
+
+
+define(
+    "token_mix_of_norm", x="B T D", branch="B T D | None", weight="D", bias="D", before="B D | None", mu_1="D",
+    mu_2="D", settings={"eps": 1e-5},
+)  # fmt: skip
+implements_pass("token_mix_of_norm", _mix_of_norm, triton=(_triton_mix_of_norm, _why_not_mix))
 
 
 def rwkv7_keys(
@@ -200,17 +193,16 @@ def _output(
     return y if dtype is None else y.to(dtype)
 
 
+def _triton_output(*given: Any) -> Tensor:
+    *tensors, eps, dtype = given
+    return triton.custom_op("rwkv7_output")(*tensors, eps, dtype or torch.promote_types(given[0].dtype, given[4].dtype))
+
+
 define(
     "rwkv7_output", o="B T H V", s="B T H", v="B T H V", gate="B T D", weight="D", bias="D",
     settings={"eps": 1e-3, "dtype": None},
 )  # fmt: skip
-_expressed("rwkv7_output", _output)
-
-
-@implements("rwkv7_output", "triton", why_not=why_not_triton)
-def _triton_output(*given: Any) -> Tensor:
-    *tensors, eps, dtype = given
-    return triton.custom_op("rwkv7_output")(*tensors, eps, dtype or torch.promote_types(given[0].dtype, given[4].dtype))
+implements_pass("rwkv7_output", _output, triton=(_triton_output, why_not_triton))
 
 
 def rwkv7_values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
@@ -238,19 +230,9 @@ def _relu_square(x: Tensor) -> Tensor:
 
 
 define("rwkv7_values", v="B T H V", first="B T H V", rate="B T H V", bias="H V")
-_expressed("rwkv7_values", _values)
+implements_pass("rwkv7_values", _values, triton=(partial(launch, "rwkv7_values"), why_not_triton))
 define("relu_square", x="... D")
-_expressed("relu_square", _relu_square)
-
-
-@implements("rwkv7_values", "triton", why_not=why_not_triton)
-def _triton_values(*tensors: Tensor) -> Tensor:
-    return triton.custom_op("rwkv7_values")(*tensors)
-
-
-@implements("relu_square", "triton", why_not=triton.why_not_pass)
-def _triton_relu_square(x: Tensor) -> Tensor:
-    return triton.custom_op("relu_square")(x)
+implements_pass("relu_square", _relu_square, triton=(partial(launch, "relu_square"), triton.why_not_pass))
 
 
 def rwkv7_token(

@@ -139,7 +139,6 @@ def _check(
     op: str, variant: str, arguments: dict[str, Tensor], options: dict[str, Any],
     backend: str, dtype: torch.dtype, device: Any, expected: list[Tensor],
 ) -> list[Check]:  # fmt: skip
-    """Return one comparison, or none if the backend refuses these inputs."""
     try:
         got = _run(op, arguments, options, backend, dtype, device)
     except CannotRun:
@@ -229,7 +228,6 @@ def _run(
 
 
 def _call(op: str, arguments: dict[str, Tensor], options: dict[str, Any], backend: str) -> tuple[Tensor, Any]:
-    """`(o, final state)` of a call, or the first and the other results of a pass."""
     if op in VARIED:
         return VARIED[op](**arguments, **options, backend=backend, output_final_state=True)
     if OPS[op].state:

@@ -48,12 +48,9 @@ def context_parallel(model: nn.Module, group: Any = None) -> ContextParallel:
     the loss of its own piece. Gradients add up over the ranks (`ContextParallel.add_gradients`).
 
     Args:
-        model: a `LanguageModel`, a model of `halflife.hf`, or a module with one inside.
+        model: a `LanguageModel`, a model of `halflife.hf`, or a module with one inside. A ValueError names its layers
+            that read a sequence in pieces otherwise than as a whole.
         group: a `torch.distributed.ProcessGroup`, a `DeviceMesh` of one dimension, or None for all processes.
-
-    Raises:
-        ValueError: the model has layers that read a sequence in pieces otherwise than as a whole; there is no process
-            group; or the module holds no model of ours.
     """
     if names := read_as_a_whole(model):
         raise ValueError(f"these layers read a sequence in pieces otherwise than as a whole: {', '.join(names)}")
@@ -133,7 +130,6 @@ class ContextParallel:
         return y, state
 
     def _enter(self, x: Tensor, state: State, trained: list[str]) -> tuple[Tensor, State]:
-        """Let the gradients of a received state go back to its rank."""
         if not trained:
             return x, state
         leaves = [state[name].requires_grad_() for name in trained]
@@ -148,14 +144,12 @@ class ContextParallel:
 
     @torch.no_grad()
     def _fresh(self, run: Any, x: Tensor, packing: Packing, options: dict[str, Any]) -> State:
-        """The state of packed sequences after no tokens."""
         nothing = Packing(1, 0, torch.zeros(packing.num_sequences + 1, dtype=torch.long, device=x.device))
         if (shared := options.get("shared")) is not None:
             options = {"shared": SharedTensors({name: shared[name][:, :0] for name in shared})}
         return run(x[:, :0].detach(), None, nothing, **options)[1]
 
     def _leave(self, y: Tensor, state: State, last: slice) -> tuple[Tensor, State]:
-        """Send the rows `last` of the state after this piece."""
         trained = [name for name, part in state.items() if part.requires_grad and torch.is_grad_enabled()]
         self._send(self.rank + 1, {name: part[last] for name, part in state.items()}, trained)
         if trained:
@@ -217,7 +211,6 @@ class InTurn(ContextParallel):
 
 
 def _local(x: Tensor) -> Tensor:
-    """The part of a tensor that this rank has."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -85,11 +85,7 @@ class Task:
 
 
 def build(name: str, **config: Any) -> Task:
-    """Return the task `name` with these settings.
-
-    Raises:
-        ValueError: the task or a setting is unknown (the message lists the choices), or the sizes do not fit.
-    """
+    """The task `name` with these settings; a ValueError if a name is unknown, or the sizes do not fit."""
     task = TASKS[name]
     fields = [field.name for field in dataclasses.fields(task)]
     for key in config:
@@ -99,10 +95,9 @@ def build(name: str, **config: Any) -> Task:
 
 
 def with_tier(written: str) -> dict[str, Any]:
-    """Return the arguments of `build` that `name` or `name:tier` gives: the name, and the settings of the tier.
+    """The arguments of `build` that `name` or `name:tier` gives: the name, and the settings of the tier.
 
-    Raises:
-        ValueError: the task or the tier is unknown, or the task has no tiers.
+    A ValueError says that the task or the tier is unknown, or that the task has no tiers.
     """
     name, _, tier = written.partition(":")
     tiers = TASKS[name].tiers
@@ -112,10 +107,7 @@ def with_tier(written: str) -> dict[str, Any]:
 
 
 def stream_seed(split: str, seed: int, index: int = 0) -> int:
-    """Return the seed of batch `index` of a run with `seed`: 62 bits, of which the two highest code the split.
-
-    The splits are "train", "validation" and "test". So the seeds of different splits come from disjoint ranges.
-    """
+    """The seed of batch `index` of a run: 62 bits, of which the two highest code the split, one of `SPLITS`."""
     check_choice("split", split, SPLITS)
     digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
     return (SPLITS.index(split) << 60) | (int.from_bytes(digest[:8], "big") >> 4)
@@ -135,8 +127,8 @@ def constant_slices(num_examples: int, **sizes: int) -> dict[str, Tensor]:
 def distinct(rows: int, count: int, low: int, high: int, draw: torch.Generator) -> Tensor:
     """Draw `count` distinct ids of [low, high) for each row, `[rows, count]`; every ordered tuple is equally likely.
 
-    Ids are drawn with replacement, and the later of two equal ids is drawn again until none are equal. This treats all
-    ids alike, so every tuple is equally likely. It sorts only the drawn ids; a permutation would sort the whole range.
+    The later of two equal ids is drawn again until none are equal, which treats all ids alike. It sorts only the drawn
+    ids; a permutation would sort the whole range.
     """
     if count * 4 > high - low:  # with so many collisions a permutation is cheaper
         return torch.rand(rows, high - low, generator=draw).argsort(1)[:, :count] + low

@@ -99,9 +99,8 @@ def play(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Play episodes of `Economy`.
 
-    Returns:
-        The moves as row indices of `possible_moves`, `[N, max_steps]`; the numbers of all moves and of accepted moves,
-        `[N, 1]` each; and the final holdings (A's gold, A's wood, B's gold, …), `[N, 2 agents]`.
+    It returns the moves as row indices of `possible_moves`, `[N, max_steps]`; the numbers of all moves and of accepted
+    moves, `[N, 1]` each; and the final holdings (A's gold, A's wood, B's gold, …), `[N, 2 agents]`.
     """
     _, effects, starts = possible_moves(num_agents)
     kinds = torch.randint(len(starts) - 1, (num_examples, max_steps), generator=draw)
@@ -120,11 +119,9 @@ def play(
 
 @cache
 def possible_moves(num_agents: int) -> tuple[Tensor, Tensor, Tensor]:
-    """List the M possible moves.
+    """The M possible moves: their texts as a `table`, `[M, 17]`, and their changes to the holdings, `[M, 2 agents]`.
 
-    Returns:
-        The texts of the moves as a `table`, `[M, 17]`; their changes to the holdings in the order of `play`,
-        `[M, 2 agents]`; and the first indices of mine, trade and build, followed by M, `[4]`.
+    The third result are the first indices of mine, trade and build, followed by M, `[4]`.
     """
     agents, numbers = range(num_agents), (1, 2, 3)
     mine = [(f"{NAMES[a]}:mine {n} {GOODS[g]};", [(a, g, n)]) for a, g, n in product(agents, (0, 1), numbers)]
@@ -146,6 +143,5 @@ def possible_moves(num_agents: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def _majority(num_agents: int, min_steps: int, max_steps: int) -> float:
-    """Return the share of the most common count over all agents and goods."""
     counts = play(num_agents, min_steps, max_steps, 1 << 15, torch.Generator().manual_seed(0))[-1]
     return torch.bincount(counts.flatten()).max().item() / counts.numel()

@@ -86,9 +86,9 @@ class GroupWords(Task):
 
 
 def running_product(words: Tensor, table: Tensor) -> Tensor:
-    """Return the products of the first, the first two, … elements of each row, `[N, T]`, by a scan of log₂ T gathers.
+    """The products of the first, the first two, … elements of each row of `words [N, T]`, by a scan of log₂ T gathers.
 
-    The elements are `words [N, T]`, and the multiplication `table [|G|, |G|]` has ab at row a and column b.
+    The multiplication `table [|G|, |G|]` has ab at row a and column b.
     """
     # After a step with shift s, position t has the product of the last 2s elements up to t.
     products, shift = words.clone(), 1
@@ -100,7 +100,7 @@ def running_product(words: Tensor, table: Tensor) -> Tensor:
 
 @lru_cache
 def multiplication_table(group: str) -> Tensor:
-    """Return the multiplication table of a group, `[|G|, |G|]`, with ab at row a and column b. Do not modify it."""
+    """The multiplication table of a group, `[|G|, |G|]`, with ab at row a and column b. Do not modify it."""
     kind, size = group[0], int(group[1:])
     if kind == "z":
         remainders = torch.arange(size)
@@ -113,9 +113,7 @@ def multiplication_table(group: str) -> Tensor:
 
 
 def word_letters(group: str, words: str) -> Tensor:
-    """Return the letters of words, which are uniform draws of these: all elements, those of s3 or s5 that swap two
-    things, or for mixed words both, with repeated transpositions.
-    """
+    """The letters of words, which are uniform draws of these; those of mixed words repeat transpositions."""
     everything = torch.arange(len(multiplication_table(group)))
     if words == "all":
         return everything
@@ -140,5 +138,4 @@ def _guess(group: str, words: str, length: int) -> float:
 
 
 def _even(images: tuple[int, ...]) -> bool:
-    """Return whether a permutation has an even number of inversions."""
     return sum(left > right for left, right in combinations(images, 2)) % 2 == 0

@@ -51,8 +51,7 @@ class Metrics(TrainerCallback):
     that no step is logged twice.
 
     Args:
-        validate: takes the model and returns the value of `validation_<measure>`.
-        measure: "accuracy" or "loss".
+        validate, measure: takes the model and returns the value of `validation_<measure>`, "accuracy" or "loss".
         every: steps between validations.
         speed: computes tokens per second; None to leave them out.
 
@@ -209,12 +208,8 @@ class ProgressBar(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """On a signal to end (`SIGNALS`, or Ctrl-C), saves a checkpoint after the current step and ends the training.
 
-    Job managers send such a signal some seconds before they kill a process. A second Ctrl-C ends it at once. All
-    processes of a run stop after the same step, even if only one of them received it. A signal that is ignored, as
-    SIGHUP under nohup, stays ignored.
-
-    Attributes:
-        received: the number of the signal, or None.
+    A second Ctrl-C ends it at once. All processes of a run stop after the same step, even if only one of them received
+    the signal. A signal that is ignored, as SIGHUP under nohup, stays ignored. `received` is its number, or None.
     """
 
     def __init__(self) -> None:

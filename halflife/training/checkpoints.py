@@ -21,11 +21,10 @@ class UnreadableCheckpoint(Exception):
 
 
 class CheckpointStore:
-    """The checkpoints of a run, `checkpoint-<step>/` in one folder.
+    """The checkpoints of a run, `checkpoint-<step>/` in one folder, of which the two newest by their steps are kept.
 
-    A checkpoint is written into another folder, gets its checksums, and is then renamed. A process that is killed at
-    any moment therefore leaves either a whole checkpoint or none. The two newest ones by their steps are kept. Times of
-    files are never compared, because a clock can be wrong. The folder need not exist.
+    A checkpoint is written into another folder, gets its checksums, and is then renamed, so a process that is killed
+    leaves either a whole checkpoint or none. Times of files are never compared, because a clock can be wrong.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,8 +41,7 @@ class CheckpointStore:
     def write(self, step: int) -> Iterator[Path]:
         """Give the folder into which every process writes `checkpoint-<step>/`; publish the checkpoint at the end.
 
-        Raises:
-            OSError: the checkpoint cannot be written, for example because the disk is full.
+        An OSError says that it cannot be written, for example because the disk is full.
         """
         partial, first = self.folder / PARTIAL, _is_first()
         if first:
@@ -84,7 +82,6 @@ class CheckpointStore:
         _barrier()
 
     def _error(self, step: int, error: Exception) -> OSError:
-        """The error of a checkpoint that was not written, with the numbers that explain a full disk."""
         usage = shutil.disk_usage(self.folder)
         size = sum(file.stat().st_size for file in (self.newest or self.folder).rglob("*") if file.is_file())
         needed = f"; the last checkpoint has {size:,} bytes" if self.newest else ""
@@ -106,7 +103,6 @@ def loading(checkpoint: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a message, or the name of an error without one."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

@@ -30,17 +30,14 @@ class Recipe:
     """What runs of several models, learning rates and seeds share: the budget, the optimiser and the schedule.
 
     Attributes:
-        steps: number of optimiser steps.
-        batch_size: sequences of a step.
+        steps, batch_size: number of optimiser steps, and sequences of a step.
         weight_decay: AdamW's weight decay, on matrices only (see `models.param_groups`).
         warmup: the share of the steps in which the learning rate rises.
-        schedule: name of a scheduler of transformers, or "linear_by_epoch", which falls once an epoch and has no
-            warm-up. Its option is `epochs`.
-        schedule_options: settings of the scheduler.
+        schedule, schedule_options: a scheduler of transformers and its settings, or "linear_by_epoch", which falls once
+            an epoch, of which there are `epochs`, and has no warm-up.
         betas, epsilon: AdamW's β₁ and β₂, and its ε. RWKV-7's authors take an ε of 1e-18.
         bf16: whether to train with bfloat16 autocast.
-        validate_every: steps between validations.
-        save_every: steps between checkpoints.
+        validate_every, save_every: steps between validations, and between checkpoints.
     """
 
     steps: int

@@ -87,9 +87,8 @@ class Estimate:
 def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | None = None) -> Estimate:
     """Estimate what a run needs.
 
-    Args:
-        sequences: length in tokens → how many sequences of this length the training reads.
-        rows: sequences of a micro-batch; None for whole batches.
+    `sequences` are length in tokens → how many of this length the training reads. `rows` are those of a micro-batch;
+    None for whole batches.
     """
     with torch.device("meta"):
         parameters = LanguageModel(config.model).num_parameters()
@@ -145,7 +144,6 @@ def _count_peak(config: ModelConfig, bf16: bool) -> Line:
 
 
 def _faked(count: Callable[..., Any], *given: Any) -> Any:
-    """Count with fake tensors, or with real ones for a layer that reads values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:

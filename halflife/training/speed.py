@@ -23,10 +23,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of mallopt(3)
 def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, for its next tensors; return whether it does now.
 
-    By default glibc returns large tensors to the kernel, which must clear every page before it hands it out again. A
-    step of training frees as much as the next step needs, so on a CPU this took up to a quarter of its time
-    (docs/native.md). The resident memory grows by about a fifth. Nothing changes without glibc, or where the
-    environment has settings for it (`MALLOC_…` or `GLIBC_TUNABLES`).
+    By default glibc returns large tensors to the kernel, which clears every page before it hands it out again. On a CPU
+    this took up to a quarter of the time of training (docs/native.md). The resident memory grows by about a fifth.
+    Nothing changes without glibc, or where the environment has settings for it (`MALLOC_…` or `GLIBC_TUNABLES`).
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -101,10 +100,9 @@ def gemm_rate(
     """Operations per second of a large matrix product on this device.
 
     Args:
-        device, dtype: of the matrices.
         of: which of the rates of several products counts.
-        largest: rows of the matrices. There are fewer where a product takes longer than `GEMM_SECONDS`, because
-            bfloat16 is a hundred times slower than float32 on CPUs without instructions for it.
+        largest: rows of the matrices; fewer where a product takes longer than `GEMM_SECONDS`, because bfloat16 is a
+            hundred times slower than float32 on CPUs without instructions for it.
     """
 
     def product(rows: int) -> float:

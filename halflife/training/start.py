@@ -21,7 +21,7 @@ MAX_NAMES_SHOWN = 4  # names in a message
 
 
 def local_folder(source: str) -> Path:
-    """Return a folder with a model: the folder itself, or that of the hub's cache for `owner/name[@revision]`.
+    """A folder with a model: the folder itself, or that of the hub's cache for `owner/name[@revision]`.
 
     Neither is a FileNotFoundError. It is a ConnectionError if the hub does not answer and its cache lacks the model.
     """
@@ -40,9 +40,8 @@ def local_folder(source: str) -> Path:
 def start_of(source: str, vocab_size: int) -> tuple[ModelConfig, str, str, int]:
     """What a run needs to know of the weights that it starts from, in a folder or on the hub (`local_folder`).
 
-    The embeddings grow where the model has fewer tokens than `vocab_size`, the ids of the tokenizer. Returns the
-    configuration with grown embeddings, the absolute path of the folder, the SHA-256 of the weights, and the number of
-    tokens in the folder.
+    It returns the configuration, whose embeddings grow to the `vocab_size` ids of the tokenizer, the absolute path of
+    the folder, the SHA-256 of the weights, and the number of tokens in the folder.
     """
     folder = local_folder(source).resolve()
     model = load_any(folder)

@@ -113,7 +113,6 @@ class HalflifeTrainer(Trainer):
         return {name: None if sums is None else torch.stack(sums).tolist() for name, sums in counts.items()}
 
     def _mean(self, value: torch.Tensor) -> float:
-        """The mean of a scalar over the processes."""
         if torch.distributed.is_initialized():
             value = value.clone()
             torch.distributed.all_reduce(value)

@@ -44,14 +44,10 @@ class Trial:
 def try_runs(
     runs: Sequence[tuple[TrainConfig, Mapping[int, float]]], device: torch.device, rows: int | None = None
 ) -> Trial | None:
-    """Time a step of each model, and extrapolate; None if there is no run.
+    """Time a step of each model, but of those above `TIMED_PARAMETERS`, and extrapolate; None if there is no run.
 
-    Models larger than `TIMED_PARAMETERS` are not timed.
-
-    Args:
-        runs: configurations, and length in tokens → how many sequences of this length the training reads.
-        device: where they are trained.
-        rows: sequences of a micro-batch; None for whole batches.
+    `runs` have configurations, and length in tokens → how many sequences of this length the training reads. `rows` are
+    the sequences of a micro-batch; None for whole batches.
     """
     kinds = {_kind(config): (config, sequences) for config, sequences in runs}
     with torch.device("meta"):
@@ -81,7 +77,6 @@ def _kind(config: TrainConfig) -> str:
 def _try(
     config: TrainConfig, sequences: Mapping[int, float], device: torch.device, rows: int | None
 ) -> tuple[float, float]:
-    """The seconds of a step of a run, and the bytes that its forward pass saves."""
     held = rows or config.batch_size
     length = min(max(sequences), TIMED_TOKENS)
     count = max(1, min(held, TIMED_TOKENS // length))

@@ -22,21 +22,22 @@ another shape.
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
+from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object, write_json
 from halflife.models import checkpoint
 from halflife.models.convert import fla, fla_rows, hybrids, mamba2, mamba3  # noqa: F401 (each registers its kinds)
-from halflife.models.convert.files import write_model
 from halflife.models.convert.mixers import MIXERS, take_mixer
 from halflife.models.convert.rwkv7 import SUFFIX, from_rwkv7_pth, read_pth
 from halflife.models.convert.source import SOURCES, assemble
 from halflife.models.lm import LanguageModel
-from halflife.models.tensor_file import Checkpoint, has_checksum
+from halflife.models.tensor_file import Checkpoint, has_checksum, write_tensors
 from halflife.registry import check_choice
 
 __all__ = ["MIXERS", "SOURCES", "assemble", "back_to", "convert", "from_rwkv7_pth", "take_mixer"]
@@ -55,12 +56,11 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
     Args:
         source: Hugging Face folder (`config.json` and safetensors, sharded or not), halflife checkpoint, or a `.pth` of
             RWKV-7. A tokenizer in a folder is copied.
-        target: folder without a checkpoint.
+        target: folder, in which a checkpoint is a FileExistsError.
         to: "halflife", or "transformers" or "fla" to export a halflife checkpoint.
 
     Raises:
         FileNotFoundError: a file is missing.
-        FileExistsError: the target holds a checkpoint.
         ValueError: the model cannot be converted; the message says why. Then nothing is written.
     """
     source, target = Path(source), Path(target)
@@ -79,7 +79,7 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
     if to != "halflife":
         if not ours:
             raise ValueError(f"only a halflife checkpoint can be written for {to}; {source} is not one")
-        return _with_tokenizer(source, write_model(target, *back_to(to, checkpoint.load(source))))
+        return _with_tokenizer(source, _write(target, *back_to(to, checkpoint.load(source))))
     if "format" in config:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
     if ours:
@@ -91,15 +91,10 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
 
 
 def back_to(library: str, model: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the `config.json` and the tensors of a model of another library that computes what `model` does.
+    """The `config.json` and the tensors of a model of another library, "transformers" or "fla", that computes the same.
 
-    Args:
-        library: "transformers" or "fla".
-        model: the model. Of transformers' hybrids, one whose norms have weights 1 + w becomes a Qwen3.5, any other one
-            an OLMo Hybrid.
-
-    Raises:
-        ValueError: the library has no such model, or the model has options that the library's lacks.
+    Of transformers' hybrids, one whose norms have weights 1 + w becomes a Qwen3.5, any other one an OLMo Hybrid. A
+    ValueError says that the library has no such model, or lacks an option.
     """
     kind = model.config.mixer
     if library == "fla":
@@ -112,8 +107,20 @@ def back_to(library: str, model: LanguageModel) -> tuple[dict[str, Any], dict[st
     return SOURCES[kind].back(kind, model)
 
 
+def _write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+    write_json(folder / CONFIG_JSON, {name: _encoded(value) for name, value in config.items()})
+    return folder
+
+
+def _encoded(value: Any) -> Any:
+    """The inverse of `source.plain`. JSON has no infinity; transformers writes `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_encoded(each) for each in value]
+    return {"__float__": "Infinity"} if value == math.inf else value
+
+
 def _with_tokenizer(source: Path, target: Path) -> Path:
-    """Copy the files of the tokenizer, if there are some, and return `target`."""
     for name in TOKENIZER:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -5,9 +5,11 @@ Where heads share a query, a key or a value, each head of ours gets a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 from halflife.layers.parts import FEATURE_MAPS
 from halflife.models.config import ModelConfig
@@ -65,28 +67,29 @@ def _gla(config: Config) -> Parsed:
 
 def _gla_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     shared, o = s.num_kv_heads or s.num_heads, model.mixer_options
-    norm = "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
     decays = heads(0, shared, o["head_dim"], s.num_heads // shared)
     return model_rules(model, [
         *qkv(s, model, s.num_heads, shared, shared),
         copy("decay_proj.down.weight", "gk_proj.0.weight"),
         Rule("decay_proj.up.weight", (("gk_proj.1.weight", (shared * o["head_dim"], RANK)),), decays),
         Rule("decay_proj.up.bias", (("gk_proj.1.bias", (shared * o["head_dim"],)),), decays),
-        copy("gate.proj.weight", "g_proj.weight"),
-        copy("gate.norm.weight" if s.use_output_gate else "gate.weight", f"{norm}.weight"),
-        copy("out_proj.weight", "o_proj.weight"),
+        *output(s.use_output_gate, fused_norm(s)),
     ])  # fmt: skip
 
 
 def _describe_gla(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
-    one, hidden, feature_map = mixers[0], model.config.hidden_size, model.config.mixer_options.get("feature_map")
     decays = [x for mixer in mixers for x in (mixer.decay_proj.up.weight, mixer.decay_proj.up.bias)]
+    return describe_gla(model, mixers, decays)
+
+
+def describe_gla(model: LanguageModel, mixers: list[Any], decays: Sequence[Tensor] = ()) -> dict[str, Any]:
+    """Return the settings of a GLA or a RetNet, whose heads may share keys, values and the rows of `decays`."""
+    feature_map = model.config.mixer_options.get("feature_map")
     return {
-        "num_heads": one.num_heads, "num_kv_heads": one.num_heads // shared_heads(mixers, slice(1, 3), decays),
-        "expand_k": one.num_heads * one.head_dim / hidden, "expand_v": one.num_heads * one.value_dim / hidden,
-        "use_short_conv": one.conv is not None, "conv_size": one.conv.size if one.conv else 4,
-        "use_output_gate": hasattr(one.gate, "proj"), "feature_map": None if feature_map == "none" else feature_map,
-        "fuse_norm": True, "attn": None, "hidden_act": "swish", "norm_eps": model.config.norm_eps,
+        **expanded(model, mixers[0]),
+        "num_kv_heads": mixers[0].num_heads // shared_heads(mixers, slice(1, 3), decays),
+        "use_output_gate": hasattr(mixers[0].gate, "proj"),
+        "feature_map": None if feature_map == "none" else feature_map,
     }  # fmt: skip
 
 
@@ -96,16 +99,8 @@ def _gated_deltanet(config: Config) -> Parsed:
 
 
 def _gated_deltanet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
-    return model_rules(model, [
-        *qkv(s, model, s.num_heads, s.num_heads, model.mixer_options["num_heads"], repeat=False),
-        copy("decay_proj.up.weight", "a_proj.weight"),
-        copy("beta_proj.weight", "b_proj.weight"),
-        copy("decay.A_log", "A_log"),
-        copy("decay.dt_bias", "dt_bias"),
-        copy("gate.proj.weight", "g_proj.weight"),
-        copy("gate.norm.weight" if s.use_gate else "gate.weight", "o_norm.weight"),
-        copy("out_proj.weight", "o_proj.weight"),
-    ])  # fmt: skip
+    joint = qkv(s, model, s.num_heads, s.num_heads, model.mixer_options["num_heads"], repeat=False)
+    return model_rules(model, [*joint, STRENGTH, *DECAY, *output(s.use_gate)])
 
 
 def _kda(config: Config) -> Parsed:
@@ -130,11 +125,9 @@ def _kda_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
 def _describe_delta(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one = mixers[0]
     return {
-        "num_heads": one.num_key_heads, "num_v_heads": one.num_heads,
-        "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, "use_short_conv": one.conv is not None,
-        "conv_size": one.conv.size if one.conv else 4, "allow_neg_eigval": one.update.allow_neg_eigval, "attn": None,
-        **({} if model.config.mixer == "kda" else {"use_gate": hasattr(one.gate, "proj")}), "hidden_act": "swish",
-        "fuse_norm": True, "norm_eps": model.config.norm_eps,
+        "num_heads": one.num_key_heads, "num_v_heads": one.num_heads, "head_dim": one.head_dim,
+        "expand_v": one.value_dim / one.head_dim, "allow_neg_eigval": one.update.allow_neg_eigval,
+        **common(model, one), **({} if model.config.mixer == "kda" else {"use_gate": hasattr(one.gate, "proj")}),
     }  # fmt: skip
 
 
@@ -146,6 +139,36 @@ def _delta_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> Mod
         "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v), "conv_size": s.conv_size,
         "allow_neg_eigval": s.allow_neg_eigval, **options,
     })  # fmt: skip
+
+
+def expanded(model: LanguageModel, one: Any) -> dict[str, Any]:
+    """Return the settings of a model with mixers like `one`, whose sizes count all heads together."""
+    key, value = (one.num_heads * size / model.config.hidden_size for size in (one.head_dim, one.value_dim))
+    return {"num_heads": one.num_heads, "expand_k": key, "expand_v": value, **common(model, one)}
+
+
+def common(model: LanguageModel, one: Any) -> dict[str, Any]:
+    """Return the settings that all of fla's models have."""
+    return {
+        "use_short_conv": one.conv is not None, "conv_size": one.conv.size if one.conv else 4, "attn": None,
+        "hidden_act": "swish", "fuse_norm": True, "norm_eps": model.config.norm_eps,
+    }  # fmt: skip
+
+
+DECAY = (copy("decay_proj.up.weight", "a_proj.weight"), copy("decay.A_log", "A_log"), copy("decay.dt_bias", "dt_bias"))
+STRENGTH = copy("beta_proj.weight", "b_proj.weight")
+
+
+def output(gated: bool, norm: str = "o_norm") -> Iterator[Rule]:
+    """Yield the rules of the gate, the norm and the last map."""
+    yield copy("gate.proj.weight", "g_proj.weight")
+    yield copy("gate.norm.weight" if gated else "gate.weight", f"{norm}.weight")
+    yield copy("out_proj.weight", "o_proj.weight")
+
+
+def fused_norm(s: SimpleNamespace) -> str:
+    """Return the name of the output norm, which has another one where fla fuses it with the gate."""
+    return "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
 
 
 def linear_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:

@@ -9,8 +9,24 @@ from typing import Any
 from halflife.decay.retnet import PaperRetNetDecay
 from halflife.layers.parts import FEATURE_MAPS
 from halflife.models.config import ModelConfig
-from halflife.models.convert.fla import DEFAULTS, FIXED, NULLABLE, SPEED, Parsed, linear_model, model_rules, qkv
-from halflife.models.convert.rules import Rule, copy, divide, heads, qkv_rules, shared_heads
+from halflife.models.convert.fla import (
+    DECAY,
+    DEFAULTS,
+    FIXED,
+    NULLABLE,
+    SPEED,
+    STRENGTH,
+    Parsed,
+    common,
+    describe_gla,
+    expanded,
+    fused_norm,
+    linear_model,
+    model_rules,
+    output,
+    qkv,
+)  # fmt: skip
+from halflife.models.convert.rules import Rule, divide, heads, qkv_rules, shared_heads
 from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
 from halflife.models.lm import LanguageModel
 
@@ -51,52 +67,23 @@ def _sizes(s: SimpleNamespace) -> dict[str, int]:
     return {"num_heads": s.num_heads, "head_dim": key, "value_dim": value}
 
 
-def _gate(gated: bool, activation: str = "swish") -> str:
-    return activation if gated else "none"
-
-
-def _output(gated: bool, norm: str = "o_norm") -> Iterator[Rule]:
-    yield copy("gate.proj.weight", "g_proj.weight")
-    yield copy("gate.norm.weight" if gated else "gate.weight", f"{norm}.weight")
-    yield copy("out_proj.weight", "o_proj.weight")
-
-
-DECAY = (copy("decay_proj.up.weight", "a_proj.weight"), copy("decay.A_log", "A_log"), copy("decay.dt_bias", "dt_bias"))
-STRENGTH = copy("beta_proj.weight", "b_proj.weight")
-
-
-def _expanded(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
-    """The settings of a model whose sizes count all heads together."""
-    one, hidden = mixers[0], model.config.hidden_size
-    return {
-        "num_heads": one.num_heads, "expand_k": one.num_heads * one.head_dim / hidden,
-        "expand_v": one.num_heads * one.value_dim / hidden, **_common(model, one),
-    }  # fmt: skip
-
-
-def _common(model: LanguageModel, one: Any) -> dict[str, Any]:
-    return {
-        "use_short_conv": one.conv is not None, "conv_size": one.conv.size if one.conv else 4, "attn": None,
-        "hidden_act": "swish", "fuse_norm": True, "norm_eps": model.config.norm_eps,
-    }  # fmt: skip
-
-
 def _delta_net(config: Config) -> Parsed:
     s = _read(config, DELTA_NET, DELTA_NET_FIXED, "use_output_norm")
     return s, linear_model("deltanet", s, {
-        **_sizes(s), "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, "gate": _gate(s.use_gate),
+        **_sizes(s), "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval,
+        "gate": "swish" if s.use_gate else "none",
     })  # fmt: skip
 
 
 def _delta_net_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     number = s.num_heads
-    return model_rules(model, [*qkv(s, model, number, number, number), STRENGTH, *_output(s.use_gate)])
+    return model_rules(model, [*qkv(s, model, number, number, number), STRENGTH, *output(s.use_gate)])
 
 
 def _describe_delta_net(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one = mixers[0]
     return {
-        **_expanded(model, mixers), "use_gate": hasattr(one.gate, "proj"), "use_beta": True, "qk_norm": "l2",
+        **expanded(model, one), "use_gate": hasattr(one.gate, "proj"), "use_beta": True, "qk_norm": "l2",
         "qk_activation": "silu", "allow_neg_eigval": one.update.allow_neg_eigval,
     }  # fmt: skip
 
@@ -106,7 +93,7 @@ def _product(config: Config) -> Parsed:
     return s, linear_model("deltaproduct", s, {
         "num_heads": s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
         "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, "num_householder": s.num_householder,
-        "gate": _gate(s.use_output_gate), **({} if s.use_forget_gate else {"decay": None}),
+        "gate": "swish" if s.use_output_gate else "none", **({} if s.use_forget_gate else {"decay": None}),
     })  # fmt: skip
 
 
@@ -115,14 +102,14 @@ def _product_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     # The keys and values of the steps of a token lie side by side in both.
     sizes = (o["head_dim"], steps * o["head_dim"], steps * o["value_dim"])
     joint = qkv_rules(s.hidden_size, (s.num_heads,) * 3, sizes, s.conv_size)
-    return model_rules(model, [*joint, STRENGTH, *DECAY, *_output(s.use_output_gate)])
+    return model_rules(model, [*joint, STRENGTH, *DECAY, *output(s.use_output_gate)])
 
 
 def _describe_product(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one = mixers[0]
     return {
         "num_heads": one.num_heads, "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim,
-        **_common(model, one), "use_output_gate": hasattr(one.gate, "proj"), "use_forget_gate": one.decay is not None,
+        **common(model, one), "use_output_gate": hasattr(one.gate, "proj"), "use_forget_gate": one.decay is not None,
         "allow_neg_eigval": one.update.allow_neg_eigval, "num_householder": one.update.num_householder,
     }  # fmt: skip
 
@@ -131,7 +118,7 @@ def _comba(config: Config) -> Parsed:
     s = _read(config, COMBA, COMBA_FIXED)
     return s, linear_model("comba", s, {
         "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
-        "conv_size": s.conv_size, "gate": _gate(s.use_output_gate, "sigmoid"), "normalize_feedback": True,
+        "conv_size": s.conv_size, "gate": "sigmoid" if s.use_output_gate else "none", "normalize_feedback": True,
         "correction": float(s.correction_factor),
     })  # fmt: skip
 
@@ -140,7 +127,7 @@ def _comba_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     number = model.mixer_options["num_heads"]
     shared = heads(0, s.num_heads, 1, divide(number, s.num_heads, "heads that share a key or a value"))
     return model_rules(model, [
-        *qkv(s, model, s.num_heads, s.num_heads, number), STRENGTH, *DECAY, *_output(s.use_output_gate),
+        *qkv(s, model, s.num_heads, s.num_heads, number), STRENGTH, *DECAY, *output(s.use_output_gate),
         Rule("feedback.share", (("decay", (s.num_heads,)),), shared),
         Rule("feedback.output", (("D", (s.num_heads,)),), shared),
     ])  # fmt: skip
@@ -150,7 +137,7 @@ def _describe_comba(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one, shares = mixers[0], [x for mixer in mixers for x in (mixer.feedback.share, mixer.feedback.output)]
     return {
         "num_heads": one.num_heads // shared_heads(mixers, slice(0, 2), shares), "num_v_heads": one.num_heads,
-        "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, **_common(model, one),
+        "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, **common(model, one),
         "use_output_gate": hasattr(one.gate, "proj"), "use_inner_decay": True, "use_output_correction": True,
         "correction_factor": one.feedback.correction,
     }  # fmt: skip
@@ -159,27 +146,21 @@ def _describe_comba(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
 def _retnet(config: Config) -> Parsed:
     s = _read(config, RETNET, RETNET_FIXED)
     return s, linear_model("retnet", s, {
-        **_sizes(s), "decay": "retnet_paper", "conv_size": 0, "gate": _gate(s.use_output_gate),
+        **_sizes(s), "decay": "retnet_paper", "conv_size": 0, "gate": "swish" if s.use_output_gate else "none",
         **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
     })  # fmt: skip
 
 
 def _retnet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     shared = s.num_kv_heads or s.num_heads
-    norm = "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
     return model_rules(model, [
-        *qkv(s, model, s.num_heads, shared, shared), *_output(s.use_output_gate, norm),
+        *qkv(s, model, s.num_heads, shared, shared), *output(s.use_output_gate, fused_norm(s)),
         Rule("decay.log_rate", (), value=PaperRetNetDecay(num_heads=s.num_heads, head_dim=1).rates().log()),
     ])  # fmt: skip
 
 
 def _describe_retnet(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
-    one, feature_map = mixers[0], model.config.mixer_options.get("feature_map")
-    return {
-        **_expanded(model, mixers), "num_kv_heads": one.num_heads // shared_heads(mixers, slice(1, 3)),
-        "use_output_gate": hasattr(one.gate, "proj"), "feature_map": None if feature_map == "none" else feature_map,
-        "elementwise_affine": True,
-    }  # fmt: skip
+    return {**describe_gla(model, mixers), "elementwise_affine": True}
 
 
 SOURCES.add("delta_net")(

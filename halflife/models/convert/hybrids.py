@@ -103,7 +103,6 @@ def _layer_types(config: Config, s: SimpleNamespace) -> list[str]:
 
 
 def _attention(config: Config, s: SimpleNamespace, **options: Any) -> dict[str, Any]:
-    """The options of the attention layers."""
     rope = {"rope_type": "default", **(config.get("rope_parameters") or {})}
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
     if rope["rope_type"] != "default" or set(rope) - known:

@@ -65,12 +65,7 @@ def mixers(tensors: Tensors) -> dict[int, str]:
 
 
 def take_mixer(kind: str, config: Config, tensors: Tensors, layer: int) -> Converted:
-    """Convert the mixer of one layer, counted from 0.
-
-    Raises:
-        ValueError: there is no converter for the kind of model, the layer has no decay, halflife cannot represent a
-            setting, or the tensors do not fit.
-    """
+    """Convert the mixer of one layer, counted from 0; a ValueError if it cannot be."""
     if kind not in MIXERS:
         raise ValueError(f"mixers are taken of {', '.join(MIXERS)}; got a {kind}")
     prefixes = mixers(tensors)
@@ -187,10 +182,7 @@ def _falcon_h1(config: Config) -> Parsed:
 
 
 def _multiplied(config: Config, options: dict[str, Any], weight: Tensor) -> Tensor:
-    """Falcon-H1's `in_proj`, on whose rows the mixer's multipliers become factors.
-
-    `ssm_out_multiplier` is a part of the block.
-    """
+    """Falcon-H1's `in_proj` times the mixer's multipliers. `ssm_out_multiplier` is a part of the block."""
     inner = options["num_heads"] * options["head_dim"]
     shared = options["num_groups"] * options["state_size"]
     widths = (inner, inner, shared, shared, options["num_heads"])
@@ -202,7 +194,6 @@ def _multiplied(config: Config, options: dict[str, Any], weight: Tensor) -> Tens
 def _mamba2(
     config: Config, names: dict[str, str], fixed: dict[str, tuple[Any, ...]], limits: Any, **options: Any
 ) -> Parsed:
-    """A Mamba-2 mixer whose sizes have these names in config.json."""
     if missing := [theirs for theirs in names.values() if theirs not in config]:
         raise ValueError(f"config.json has no {missing[0]}")
     defaults = {theirs: 1.0 if theirs.endswith(("eps", "epsilon")) else 1 for theirs in names.values()}

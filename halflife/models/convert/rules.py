@@ -66,13 +66,10 @@ def qkv_rules(
     """Yield the rules of the projection of queries, keys and values, and of the short convolution after it.
 
     Args:
-        hidden: width of the input.
-        given: the heads of queries, keys and values that the other library has.
-        sizes: the sizes of a head.
-        taps: taps of the convolution.
+        hidden, taps: width of the input, and taps of the convolution.
+        given, sizes: the heads of queries, keys and values that the other library has, and their sizes.
         joined: the name of their projection; without one, they have `q_proj`, `k_proj` and `v_proj`.
-        ours: the heads of each that ours has, in which those of the other library are repeated; None means the largest
-            number for each.
+        ours: the heads of each that ours has, which repeat theirs; None means the largest number for each.
     """
     rows = [number * size for number, size in zip(given, sizes, strict=True)]
     index = torch.cat([
@@ -85,18 +82,15 @@ def qkv_rules(
 
 
 def convert_from(module: nn.Module, rules: Iterable[Rule], tensors: Tensors, prefix: str = "") -> dict[str, Tensor]:
-    """Return the state dict of a module of ours, by rules, from the tensors of another library.
+    """The state dict of a module of ours, by rules, from the tensors of another library.
 
-    Parameters of a `Float32Module` become float32 or wider; all others keep the dtype of the source.
+    Parameters of a `Float32Module` become float32 or wider; all others keep the dtype of the source. A ValueError names
+    tensors that are missing, unknown, or of another shape or dtype.
 
     Args:
-        module: the module, which gives names, shapes and dtypes. It may be on the meta device.
+        module: gives names, shapes and dtypes. It may be on the meta device.
         rules: the rules of all its tensors. That of an output head comes after that of the embedding.
-        tensors: tensors of the other library.
-        prefix: prefix of their names.
-
-    Raises:
-        ValueError: tensors are missing, unknown, or of another shape or dtype. The message names them.
+        prefix: prefix of the names of `tensors`.
     """
     shapes = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     wide = {
@@ -145,7 +139,6 @@ def _constant(rule: Rule, shapes: Mapping[str, Shape], dtype: torch.dtype) -> Te
 
 
 def _problem(tensors: Tensors, name: str, shape: Shape) -> str | None:
-    """Say what is wrong with a tensor of the other library."""
     if name not in tensors:
         return f"{name} is missing"
     x = tensors[name]
@@ -155,10 +148,9 @@ def _problem(tensors: Tensors, name: str, shape: Shape) -> str | None:
 
 
 def convert_back(rules: Iterable[Rule], state: Tensors) -> dict[str, Tensor]:
-    """Return the other library's tensors from a state dict of ours.
+    """The other library's tensors from a state dict of ours.
 
-    It is a ValueError, which names the tensor, if rows differ that the other library shares between heads, or a tensor
-    has other values than those that the other library computes.
+    A ValueError names rows that differ and that the other library shares between heads, or values that it fixes.
     """
     back: dict[str, Tensor] = {}
     for ours, theirs, index, flat, value in rules:
@@ -211,10 +203,10 @@ def split_convolutions(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def shared_heads(mixers: Sequence[Any], parts: slice, more: Sequence[Tensor] = ()) -> int:
-    """Return the number of heads in a row that have equal rows in all layers: the largest divisor of H that fits.
+    """The number of heads in a row that have equal rows in all layers: the largest divisor of H that fits.
 
-    `parts` says which of queries, keys and values counts, in the projection and in the convolution of each mixer.
-    `more` are further matrices whose rows are H heads of equal size.
+    `parts` says which of queries, keys and values counts, in each mixer's projection and convolution. `more` are
+    further matrices whose rows are H heads of equal size.
     """
     rows = [*more]
     for mixer in mixers:
@@ -236,10 +228,9 @@ MODEL_FIELDS = ("mlp", "norm", "position", "embedding_norm")  # fields of `Model
 
 
 def require_equal(ours: LanguageModel, config: ModelConfig, name: str) -> None:
-    """Check that a model has the modules, settings and sizes of the configuration after a conversion there and back.
+    """Raise a ValueError unless a model has the modules, settings and sizes of a configuration, there and back again.
 
-    It is a ValueError if not; the message has the `name` of the other kind, and the first module and setting that
-    differ.
+    The message has the `name` of the other kind, and the first module and setting that differ.
     """
     for field in MODEL_FIELDS:
         if (here := getattr(ours.config, field)) != (there := getattr(config, field)):

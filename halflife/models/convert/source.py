@@ -58,10 +58,9 @@ class Source:
         return model, convert_from(on_meta(model), self.rules(s, model), self.read(tensors))
 
     def back(self, kind: str, model: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the config.json and the tensors of a model of the other library that computes what `model` does.
+        """The config.json and the tensors of a model of the other library that computes what `model` does.
 
-        Raises:
-            ValueError: the model has options that the other library lacks; the message names them.
+        A ValueError names the options that the other library lacks.
         """
         assert self.describe is not None
         ours, mlp = model.config, getattr(model.blocks[0], "mlp", None)
@@ -85,17 +84,13 @@ SOURCES: Registry[Source] = Registry("model_type")
 def settings(
     config: Config, defaults: Config, fixed: Mapping[str, tuple[Any, ...]], nullable: tuple[str, ...] = ()
 ) -> SimpleNamespace:
-    """Return the settings that a converter reads from a `config.json`; missing ones get their defaults.
+    """The settings that a converter reads from a `config.json`; a ValueError names one that cannot be.
 
     Args:
         defaults: the settings that are read and their defaults: booleans and positive numbers, which must be integers
             if the default is one. The default None means that the source library computes the number.
         fixed: settings of which halflife can represent some values only; the first value is the default.
         nullable: names in `defaults` that may also be null.
-
-    Raises:
-        ValueError: a setting of `fixed` has another value, or a setting of `defaults` another type or sign. The
-            message names the setting.
     """
     for name, choices in {**fixed, "quantization_config": (None,)}.items():
         value = plain(config.get(name, choices[0]))

@@ -150,7 +150,6 @@ def by_family(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _check_modifiers(name: str, base: str, written: list[str]) -> None:
-    """Check that no modifier of the preset `name` is repeated and that no two exclude each other."""
     modifiers = [modifier.partition(":")[0] for modifier in written]
     for i, modifier in enumerate(modifiers):
         if modifier in modifiers[:i]:
@@ -193,12 +192,11 @@ def _modify(written: str, base: str, model: Options, sizes: PresetSizes) -> Opti
 
 
 def _second_mixer(written: str, base: str, kinds: list[Options], row: Options, sizes: PresetSizes) -> Options:
-    """Return a further kind of layers, in the form of the field `hybrid` of `ModelConfig`.
+    """A further kind of layers, in the form of the field `hybrid` of `ModelConfig`.
 
-    With a ratio n, such a layer follows every n layers that are still the base's. Without one it is one layer in
-    twelve, and at least one. They are evenly spaced. The first layer is never among them, and the last only in a model
-    of two layers. Models of Echo's two sizes use Echo's placement instead, so that every hybrid of such a size has the
-    paper's layers.
+    With a ratio n, such a layer follows every n layers of the base. Without one it is one layer in twelve, and at least
+    one, evenly spaced; never the first, and the last in a model of two layers alone. Models of Echo's two sizes have
+    Echo's places.
     """
     depth, ratio = sizes.num_layers, int(written.partition(":")[2] or 0)
     count = max(1, depth // 12)

@@ -69,6 +69,18 @@ def implements(
     return register
 
 
+def implements_pass(
+    op: str, expression: Callable[..., Any], *, native: tuple[Any, Any] | None = None,
+    triton: tuple[Any, Any] | None = None,
+) -> None:  # fmt: skip
+    """Register an expression of torch, and kernels with their `why_not`, as the implementations of a pass."""
+    for backend in ("chunked", "reference"):
+        implements(op, backend, expression, traceable=True)
+    for backend, kernel in (("native", native), ("triton", triton)):
+        if kernel is not None:
+            implements(op, backend, kernel[0], why_not=kernel[1])
+
+
 def steps_by(op: str, backend: str, function: Callable[..., Any], why_not: Callable[..., str | None]) -> None:
     """Register `function` as what `backend` runs for one token of each sequence, without gradients."""
     OPS[op].steps[backend] = Implementation(function, why_not)
@@ -96,11 +108,8 @@ def available_backends(op: str, device: torch.device | str = "cpu") -> list[str]
     Triton's interpreter (TRITON_INTERPRET=1 on a CPU) is for tests, which ask for it by name. It is not listed.
     """
     device = torch.device(device)
-    return [name for name in registered(op) if why_not(op, name, device) is None and not _interpreted(name, device)]
-
-
-def _interpreted(backend: str, device: torch.device) -> bool:
-    return backend == "triton" and device.type != "cuda"
+    listed = [name for name in registered(op) if name != "triton" or device.type == "cuda"]
+    return [name for name in listed if why_not(op, name, device) is None]
 
 
 def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Callable[..., Any]:
@@ -183,7 +192,7 @@ def dispatch(
         implementation = partial(_with_skip, implementation)
     with without_autocast(call.device):
         if again is not None and kind_of(op) in again.kinds:
-            o, state = again.run(partial(_with, call, implementation), _tensors_of(call))
+            o, state = again.run(partial(_with, call, implementation), [*call.tensors.values(), *(call.state or ())])
         else:
             o, state = implementation(call)
     return o if isinstance(o, tuple) or o.dtype == dtype else o.to(dtype), state if output_final_state else None
@@ -197,7 +206,6 @@ def folded(call: Call, backend: str = "auto") -> Call:
 
 
 def _with_skip(implementation: Callable[[Call], Any], call: Call) -> tuple[Tensor, Any]:
-    """Run a call by an implementation that does not add `D ⊙ v` to the outputs."""
     o, state = implementation(call)
     return add_skip(o, call.get("skip"), call["v"]), state
 
@@ -212,12 +220,8 @@ def kind_of(op: str) -> str:
     return "norms" if op in _PASSES else "conv" if op in _CONVOLUTIONS else "op"
 
 
-def _tensors_of(call: Call) -> list[Any]:
-    return [*call.tensors.values(), *(call.state or ())]
-
-
 def _with(call: Call, implementation: Callable[[Call], Any], *tensors: Any) -> Any:
-    """Run a call with other tensors, in the order of `_tensors_of`."""
+    """Run a call with other tensors: those of the op, and then the states."""
     count = len(call.tensors)
     return implementation(call.with_tensors(tensors[count:] or None, **dict(zip(call.tensors, tensors, strict=False))))
 

@@ -79,7 +79,6 @@ def why_not_forgetting(op: str, device: torch.device, tensors: Sequence[Tensor] 
 
 
 def _refused(call: Call) -> str | None:
-    """The reason why fla's kernels refuse (or misread) tensors of these shapes and dtypes, or None."""
     op, q, key, value = call.op, call["q"], call.sizes["K"], call.sizes["V"]
     heads, groups = call.sizes["H"], (q.shape[2], call["k"].shape[2])
     matrices = [x for name in MATRICES if (x := call.get(name)) is not None]
@@ -100,7 +99,6 @@ def _refused(call: Call) -> str | None:
 
 
 def _refused_levels(call: Call) -> str | None:
-    """The reason why fla's kernels of log-linear attention do not take a call, or None."""
     key, value, levels = (call.sizes[letter] for letter in "KVL")
     if call.state is not None:
         return "fla's log_linear_attention starts from no state; its own has the tokens of an unfinished chunk in it"
@@ -113,7 +111,6 @@ def _refused_levels(call: Call) -> str | None:
 
 
 def _misfit(tensors: Sequence[Any], matrices: Sequence[Tensor], key: int, value: int, programs: int) -> str | None:
-    """The reason why no kernel of fla takes these matrices `[B, T, …]`, or None."""
     if (odd := not_plain(*tensors)) is not None:
         return odd
     dtype = matrices[0].dtype
@@ -271,7 +268,7 @@ def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 def _bounds(call: Call) -> Tensor | None:
     """The boundaries in int64, one tensor for all layers: fla waits for the device once for each tensor that is new.
 
-    It does not wait where the host knows the lengths. Then fla finds that it has the chunks of this tensor already.
+    Where the host knows the lengths, fla finds that it has the chunks of this tensor already.
     """
     packing, chunk = call.packing, CHUNKS.get(call.op)
     if packing.cu_seqlens is None:

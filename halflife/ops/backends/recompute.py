@@ -119,7 +119,6 @@ class _Region:
             self._autocast = lambda: torch.autocast(kind, dtype, cache_enabled=False)
 
     def keep(self, x: Tensor) -> Any:
-        """What stands for a tensor that the op saves."""
         self.saved += 1
         if _storage(x) in self.given:
             return self.outer.pack(x)

@@ -68,11 +68,9 @@ class _OneState:
     carry_back = carry
 
     def weight_queries_grad(self, d: Tensor) -> Tensor:
-        """Return the gradient of `weight_queries`'s x from that of its result, which is overwritten."""
         return d.mul_(self.query_weights)
 
     def weight_keys_grad(self, d: Tensor) -> Tensor:
-        """Return the gradient of `weight_keys`'s k from that of its result, which is overwritten."""
         return d.mul_(self.key_weights)
 
     def sum_over_states(self, d: Tensor) -> Tensor:
@@ -187,7 +185,6 @@ def _tile(x: Tensor, size: int) -> Tensor:
 
 
 def _products(pairs: list[RowGrads]) -> Tensor:
-    """The sum over all pairs of rows times their gradient."""
     (x, d), *rest = pairs
     out = x * d
     for x, d in rest:
@@ -196,7 +193,6 @@ def _products(pairs: list[RowGrads]) -> Tensor:
 
 
 def _read_products(grads: DecayGrads) -> Tensor:
-    """The products of the queries less those of the keys."""
     out = _products(grads.queries)
     for x, d in grads.keys:
         out.addcmul_(x, d, value=-1)

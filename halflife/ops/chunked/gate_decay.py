@@ -124,11 +124,9 @@ class GateDecay:
         return torch.stack([dslow.masked_fill_(~self.reset, 0), dfast], -1)
 
     def _score_sums(self, log_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum the gradients of the log-scores over rows and columns, apart for pairs with and without a reset between.
+        """Row sums minus column sums of pairs without a reset between, then row sums and column sums of the others.
 
-        Returns row sums minus column sums of the pairs without a reset between them, then row sums and column sums of
-        the others. Only the others see the slow decay. Summing them apart keeps the gradient of a strong reset free
-        from the rounding error of large sums that cancel.
+        Only the others see the slow decay. Apart, large sums do not cancel in the gradient of a strong reset.
         """
         segment = self.reset.to(log_scores.dtype).cumsum(-1)
         across = log_scores.masked_fill(segment.unsqueeze(-1) == segment.unsqueeze(-2), 0)
@@ -159,10 +157,8 @@ def _products(pairs: list[RowGrads]) -> Tensor:
 
 
 def _sum_from(x: Tensor) -> Tensor:
-    """Sums over i ≥ t."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def _sum_before(x: Tensor) -> Tensor:
-    """Sums over j < t."""
     return torch.nn.functional.pad(x[..., :-1].cumsum(-1), (1, 0))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import is_transformed
 from halflife.ops.backends import dispatch, triton
-from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.backends.dispatch import implements_pass, run_pass
 from halflife.ops.spec import OPS, define
 
 
@@ -42,9 +42,7 @@ def _kernel(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 define("cross_entropy", logits="... V", labels="int ...", constants=["labels"], settings={"ignored": -100})
-for _backend in ("chunked", "reference"):
-    implements("cross_entropy", _backend, _expression, traceable=True)
-implements("cross_entropy", "triton", _kernel, why_not=triton.why_not_pass)
+implements_pass("cross_entropy", _expression, triton=(_kernel, triton.why_not_pass))
 
 
 def takes_place(logits: Tensor, labels: Tensor, backend: str = "auto") -> bool:

@@ -216,7 +216,6 @@ class Timeline:
 
 
 def _sums(joined: Tensor, norm: Tensor) -> Sums:
-    """The sums in `joined = [G M Cᵀ]`."""
     rank = joined.shape[-2]
     gram, transition, values = joined.split([rank, rank, joined.shape[-1] - 2 * rank], -1)
     return Sums(gram, transition, values.mT, norm)

@@ -207,10 +207,7 @@ def _backward(
 
 
 def _accumulate(x: Tensor, log_decay: Tensor | None, backwards: bool = False) -> None:
-    """Turn `x` into its running sums along axis 0, in place; they start with the last entry if `backwards`.
-
-    Between the entries i and i + 1 the sum decays by `log_decay[i]`.
-    """
+    """Running sums along axis 0, in place, or `backwards`; entry i decays by `log_decay[i]` to i + 1."""
     parts = x.unbind(0)  # on a CPU, cumsum along the first axis takes ten times as long
     pairs = list(pairwise(parts[::-1] if backwards else parts))
     if log_decay is None:

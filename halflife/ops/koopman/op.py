@@ -235,7 +235,6 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
 
 
 def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:
-    """Whether this is a single decoding step."""
     room = memory.pending_keys.shape[1]
     single = call.k.shape[1] == 1 and call.packing.cu_seqlens is None
     return single and (room == 0 or bool((memory.pending < room).all()))
@@ -255,21 +254,18 @@ def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> 
 def _native_step(
     call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout
 ) -> tuple[Tensor, KoopmanMemory, Count]:
-    """`_step` by compiled kernels, which have no gradient."""
     inverse, retries = _inverse_of(memory, readout)
     y, memory, more = native.step(call, memory, inverse, readout)
     return y, memory, retries + more
 
 
 def _inverse_of(memory: KoopmanMemory, readout: KoopmanReadout) -> Factor:
-    """The inverse factor of the sums that the next token reads."""
     if memory.inverse is None or memory.pending_keys.shape[1] > 0:
         return cached_inverse_factor(memory.sums, readout.ridge)
     return Factor(memory.inverse, 0)
 
 
 def _needs_grad(call: KoopmanCall, memory: KoopmanMemory) -> bool:
-    """Whether a gradient flows through this call."""
     tensors = call.q, call.k, call.v, call.gamma, call.mix, *memory.to_state().values()
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 

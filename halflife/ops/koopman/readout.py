@@ -75,10 +75,7 @@ class KoopmanReadout:
         return weighted_sum(self.weights, xs) @ sums.values.mT
 
     def _read_main_text(self, inverse: Tensor, sums: Sums, norm: Tensor | None, q: Tensor) -> Tensor:
-        """Eqs. 11 to 13: `A = M G̃⁻¹`, normalised by its largest singular value, and applied to the whitened query.
-
-        Vectors are rows, so A is applied as `x Aᵀ`. `inverse` is L⁻ᵀ with `L Lᵀ = G̃ / m²`.
-        """
+        """Eqs. 11 to 13, with vectors as rows, so A is applied as `x Aᵀ`. `inverse` is L⁻ᵀ with `L Lᵀ = G̃ / m²`."""
         norm = sums.norm if norm is None else norm
         unit = unit_of(norm)[..., None, None].detach()  # a constant, see `inverse_factor`
         transposed = inverse @ inverse.mT @ (sums.transition / unit).mT  # Aᵀ = G̃⁻¹ Mᵀ

@@ -30,7 +30,6 @@ def reference(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout)
 def _loop(
     call: KoopmanCall, tokens: slice, memory: KoopmanMemory, readout: KoopmanReadout
 ) -> tuple[Tensor, KoopmanMemory, Count]:
-    """Sequences of equal length whose memories have the same number of pending tokens."""
     chunk_size, length = call.tokens_per_operator, tokens.stop - tokens.start
     k, v, g = with_pending(call.k[:, tokens], call.v[:, tokens], None if call.g is None else call.g[:, tokens], memory)
     pending, previous = k.shape[1] - length, previous_keys(k, memory.last)

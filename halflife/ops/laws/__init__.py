@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.backends.dispatch import implements_pass, run_pass
 from halflife.ops.spec import define
 from halflife.precision import compute_dtype
 
@@ -151,7 +151,6 @@ def _expression(
     f: Tensor, bias: Tensor | None, rate: Tensor | None, taper: Tensor | None, position: Tensor | None, shape: str,
     factor: float, least: float, most: float | None, with_step: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """g, and φ `with_step`, in the shape of f."""
     law = Law(shape, bias, rate, factor, least, most)
     stretch = None if taper is None or position is None else log_stretch(position, taper)
     if stretch is not None and shape == "sigmoid":
@@ -172,12 +171,9 @@ define(
     constants=["position"],
     settings={"shape": "softplus", "factor": 0.5, "least": 0.0, "most": None, "with_step": True},
 )  # fmt: skip
-for _backend in ("chunked", "reference"):
-    implements("log_decay", _backend, _expression, traceable=True)
 
 
 def _kernel(f: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
-    """As `_expression`, in one launch (laws.py in `backends/triton`)."""
     triton.load()
     vectors = [None if x is None else x.contiguous() for x in rest[:3]]
     g, step = torch.ops.halflife.triton_log_decay(dense(f), *vectors, *rest[3:])
@@ -197,7 +193,7 @@ def why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
     return triton.why_not(op, device)
 
 
-implements("log_decay", "triton", _kernel, why_not=why_not)
+implements_pass("log_decay", _expression, triton=(_kernel, why_not))
 
 
 def ordered_spectrum(theta: Tensor, delta: Tensor, log_length: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -230,13 +226,7 @@ def tapers(p: Tensor, log_length: float) -> Tensor:
     return (ideal + (p - p[0] - k * gap) / log_length).clamp(0, 1)
 
 
-define("ordered_spectrum", theta="1", delta="D", settings={"log_length": 6.0})
-for _backend in ("chunked", "reference"):
-    implements("ordered_spectrum", _backend, _spectrum, traceable=True)
-
-
 def _spectrum_kernel(theta: Tensor, delta: Tensor, log_length: float) -> tuple[Tensor, Tensor]:
-    """As `_spectrum`, in one launch (post.py in `backends/triton`)."""
     triton.load()
     return torch.ops.halflife.triton_spectrum(theta.contiguous(), delta.contiguous(), log_length)
 
@@ -247,7 +237,8 @@ def _why_not_spectrum(op: str, device: torch.device, tensors: Any = None) -> str
     return why_not(op, device, tensors)
 
 
-implements("ordered_spectrum", "triton", _spectrum_kernel, why_not=_why_not_spectrum)
+define("ordered_spectrum", theta="1", delta="D", settings={"log_length": 6.0})
+implements_pass("ordered_spectrum", _spectrum, triton=(_spectrum_kernel, _why_not_spectrum))
 
 
 def _post_decay(
@@ -257,7 +248,6 @@ def _post_decay(
 
 
 def _post_decay_kernel(f: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
-    """As `_post_decay`, in one launch (post.py in `backends/triton`)."""
     triton.load()
     vectors = [None if x is None else x.contiguous() for x in (bias, *rest[:2])]
     g, step, *_ = torch.ops.halflife.triton_post_decay(dense(f), *vectors, *rest[2:])
@@ -268,6 +258,4 @@ define(
     "post_decay", f="B T D", bias="D | None", theta="1", delta="D-1", position="int B T | T", constants=["position"],
     settings={"log_length": 6.0, "shape": "softplus", "factor": 0.5, "least": 0.0, "most": None, "with_step": True},
 )  # fmt: skip
-for _backend in ("chunked", "reference"):
-    implements("post_decay", _backend, _post_decay, traceable=True)
-implements("post_decay", "triton", _post_decay_kernel, why_not=_why_not_spectrum)
+implements_pass("post_decay", _post_decay, triton=(_post_decay_kernel, _why_not_spectrum))

@@ -76,11 +76,11 @@ def _align(rows: Rows) -> tuple[list[Tensor], Tensor]:
 def _older(
     states: Tensor, g: Tensor, first: Tensor, numbers: Tensor, fresh: bool
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield, for sizes of 2⁰, 2¹, … chunks, the merged state that each reader reads, and its decay up to the reader.
+    """For sizes of 2⁰, 2¹, … chunks the exponent, the states read `[N, H, R, K, V]`, and decays `[N, H, R]`.
 
-    These are the exponent of the size, states `[N, H, R, K, V]`, and decays `[N, H, R]`, which are 0 for a reader
-    without such a state. `states [N, H, M, K, V]` and `g [N, H, M]` are those of single chunks. Chunks are numbered
-    from the start of the sequence: `first [N]` is the first one here, and `numbers [N, R]` are those of the readers.
+    A decay is 0 for a reader without such a state. `states [N, H, M, K, V]` and `g [N, H, M]` are those of single
+    chunks, numbered from the start of the sequence: `first [N]` is the first one here, and `numbers [N, R]` are the
+    readers'.
     """
     between = g.new_zeros(*g.shape[:2], numbers.shape[1])
     largest = states.shape[2] if fresh else int(numbers.max())

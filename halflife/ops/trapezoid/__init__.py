@@ -8,6 +8,7 @@ each of them (None: zeros).
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements, run_gpu_pass
+from halflife.ops.backends.dispatch import implements_pass, run_gpu_pass
 from halflife.ops.chunked.layout import make_layout
-from halflife.ops.fused import turned
+from halflife.ops.fused import launch, turned
 from halflife.ops.spec import define
 from halflife.packing import Packing
 from halflife.precision import compute_dtype, wide
@@ -226,12 +227,6 @@ define(
 define(
     "trapezoid_output", o="B T H V", v="B T H V", dot="B T H", gain="B T H", skip="H | None", z="B T D | None",
 )  # fmt: skip
-for _op, _expression in (
-    ("running_angles", _angles), ("trapezoid_weights", _weights), ("trapezoid_keys", _keys),
-    ("trapezoid_output", _output),
-):  # fmt: skip
-    for _backend in ("chunked", "reference"):
-        implements(_op, _backend, _expression, traceable=True)
 
 
 def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
@@ -247,30 +242,15 @@ def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
     return triton.why_not_pass(op, device, tensors)
 
 
-def _bounds(packing: Packing | None) -> Tensor | None:
-    return None if packing is None else packing.cu_seqlens
+def _launch(name: str, count: int, *given: Any) -> tuple[Tensor, ...]:
+    """Run a Triton kernel on `count` tensors and the boundaries of the packing, which comes last, and the settings."""
+    *settings, packing = given[count:]
+    bounds = None if packing is None else packing.cu_seqlens
+    return tuple(triton.custom_op(name)(*given[:count], bounds, *settings))
 
 
-@implements("running_angles", "triton", why_not=_why_not)
-def _triton_angles(
-    step: Tensor, rate: Tensor, first: Tensor | None, bounded: bool, packing: Packing | None
-) -> tuple[Tensor, Tensor]:
-    return triton.custom_op("running_angles")(step, rate, first, _bounds(packing), bounded)
-
-
-@implements("trapezoid_weights", "triton", why_not=_why_not)
-def _triton_weights(
-    g: Tensor, step: Tensor, share: Tensor, first: Tensor | None, packing: Packing | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return triton.custom_op("trapezoid_weights")(g, step, share, first, _bounds(packing))
-
-
-@implements("trapezoid_keys", "triton", why_not=_why_not)
-def _triton_keys(*given: Any) -> tuple[Tensor, ...]:
-    *tensors, eps, whole, packing = given
-    return tuple(triton.custom_op("trapezoid_keys")(*tensors, _bounds(packing), eps, whole))
-
-
-@implements("trapezoid_output", "triton", why_not=_why_not)
-def _triton_output(*tensors: Tensor | None) -> Tensor:
-    return triton.custom_op("trapezoid_output")(*tensors)
+for _op, _expression, _count in (
+    ("running_angles", _angles, 3), ("trapezoid_weights", _weights, 4), ("trapezoid_keys", _keys, 10)
+):  # fmt: skip
+    implements_pass(_op, _expression, triton=(partial(_launch, _op, _count), _why_not))
+implements_pass("trapezoid_output", _output, triton=(partial(launch, "trapezoid_output"), _why_not))

@@ -185,7 +185,6 @@ def compile_library(target: Path, extra: Sequence[str] = (), report: Callable[[s
 
 
 def _run(command: list[str]) -> None:
-    """Run one compiler command; if it fails, a `CannotBuild` ends with its first error."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

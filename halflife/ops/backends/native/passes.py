@@ -11,10 +11,10 @@ _ops = torch.ops.halflife
 
 
 def _register(name: str, count: int, like: tuple[int, ...] = (0,), constants: int = 0) -> None:
-    """Register `name(*tensors, *settings)` and `name_backward(*gradients of the outputs, *tensors, *settings)`.
+    """Register `name(*tensors, *settings)` with `count` tensors, and `name_backward(*gradients, *tensors, *settings)`.
 
-    There are `count` tensors. The outputs have the shapes of those at `like`, and the dtype of the first one. The
-    backward op returns the gradients of all but the last `constants` tensors, without entries where a tensor is None.
+    The outputs have the shapes of the tensors at `like`, and the dtype of the first one. The backward op returns the
+    gradients of all but the last `constants` tensors, without entries where a tensor is None.
     """
     kernel = getattr(_ops, f"{name}_backward")
 
