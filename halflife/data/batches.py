@@ -19,10 +19,7 @@ FEISTEL_ROUNDS = 8  # of the Feistel network in `permuted`
 
 
 class TokenFiles:
-    """The tokens of a split and the offsets of its documents, memory-mapped at the first access.
-
-    `folder` is that of the cache, see `halflife.data.store`. With `documents`, only as many first ones are meant.
-    """
+    """The tokens of a split and the offsets of its (first) `documents`, memory-mapped in the `folder` of the cache."""
 
     def __init__(self, folder: Path, split: str, dtype: str, documents: int | None = None) -> None:
         self.folder, self.split, self.dtype, self.documents = folder, split, dtype, documents

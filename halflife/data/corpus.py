@@ -119,6 +119,8 @@ class Split:
         files: memory maps of the tokens.
     """
 
+    kind: type[Batches] = Batches
+
     def __init__(self, files: TokenFiles, counts: dict[str, Any], config: CorpusConfig) -> None:
         self.files, self.config = files, config
         self.tokens: int = counts["tokens"]
@@ -136,13 +138,10 @@ class Split:
     ) -> Batches:  # fmt: skip
         """The split as a data set whose item i is the batch of step i, see `Batches`; None is the configured value."""
         config = self.config
-        return self._make_batches(
-            batch_size, config.context if context is None else context,
+        return self.kind(
+            self.files, batch_size, config.context if context is None else context,
             config.seed if seed is None else seed, config.mode if mode is None else mode, rank, world_size, steps,
         )  # fmt: skip
-
-    def _make_batches(self, *arguments: Any) -> Batches:
-        return Batches(self.files, *arguments)
 
     def document_files(self, limit: int) -> list[tuple[TokenFiles, int]]:
         """The files whose first documents stand for the split, and how many tokens to read of each: `limit` in all."""
@@ -151,6 +150,8 @@ class Split:
 
 class MixedSplit(Split):
     """One split of several corpora. Its `bytes` are those of as many tokens, mixed by the weights."""
+
+    kind = MixedBatches
 
     def __init__(self, parts: Sequence[Split], weights: Sequence[float], config: CorpusConfig) -> None:
         sizes = [sum(getattr(part, name) for part in parts) for name in ("tokens", "documents")]
@@ -164,9 +165,6 @@ class MixedSplit(Split):
     @property
     def longest(self) -> int:
         return max((part.tokens for part, _ in self._parts), default=0)
-
-    def _make_batches(self, *arguments: Any) -> Batches:
-        return MixedBatches(self.files, *arguments)
 
     def document_files(self, limit: int) -> list[tuple[TokenFiles, int]]:
         total = sum(weight for _, weight in self._parts)

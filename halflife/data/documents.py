@@ -58,9 +58,8 @@ def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[by
 
 
 def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None = None) -> list[Path]:
-    """The files of `sources` in order, without duplicates. The files of a glob or folder are sorted.
-
-    Data sets of the hub are downloaded into `cache`; their column `field` is kept.
+    """The files of `sources` in order, sorted in a glob or folder, without duplicates; data sets are downloaded to
+    `cache`.
     """
     if not sources:
         raise ValueError("a corpus needs at least one source")

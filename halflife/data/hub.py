@@ -61,10 +61,7 @@ def model_name(source: str | Path) -> tuple[str, str | None] | None:
 
 
 def unreachable(name: str, revision: str | None) -> str | None:
-    """The reason why the hub does not answer about a model within some seconds, or None if it does.
-
-    Without this question, transformers would retry for a minute.
-    """
+    """The reason why the hub does not answer about a model, or None; transformers would retry for a minute."""
     from huggingface_hub import HfApi
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -19,9 +20,10 @@ def read_weights(sources: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, 
     names, weights = [], []
     for source in sources:
         name, sign, weight = str(source).rpartition("=")
-        if sign and _is_number(weight) and not Path(source).exists():
-            names.append(name)
-            weights.append(float(weight))
+        if sign and not Path(source).exists():
+            with suppress(ValueError):  # the sign belongs to a name
+                weights.append(float(weight))
+                names.append(name)
     if not weights:
         return tuple(map(str, sources)), ()
     if len(weights) < len(sources):
@@ -29,14 +31,6 @@ def read_weights(sources: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, 
     if any(not 0 < weight < float("inf") for weight in weights):
         raise ValueError(f"weights must be positive; got {', '.join(f'{weight:g}' for weight in weights)}")
     return tuple(names), tuple(weights)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def shares(weights: Sequence[float]) -> np.ndarray:

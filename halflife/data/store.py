@@ -127,9 +127,8 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The index of the cache `folder` of the corpus with digest `key`. It is made if it is missing or damaged.
-
-    `make` writes the files into a new folder and returns the index without its checksum.
+    """The index of the cache `folder` of the corpus `key`; if it is missing or damaged, `make` writes it into a new
+    folder.
     """
     reason = None
     if folder.exists():

@@ -92,7 +92,8 @@ class Stream:
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             if line.endswith(b"\n"):
                 found.append(json.loads(line))
-        if found and any(self._size(name) < size for name, size in self._sizes(found[-1]).items()):
+        sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()} if found else {}
+        if found and any(sizes.get(name, 0) < size for name, size in self._sizes(found[-1]).items()):
             raise ValueError(f"the cache {self.folder} is damaged (a file is shorter than it was); delete it")
         return found
 
@@ -174,10 +175,6 @@ class Stream:
         for name, counts in record["splits"].items():
             sizes |= {f"{name}.tokens": counts["tokens"] * item, f"{name}.offsets": 8 * (counts["documents"] + 1)}
         return sizes
-
-    def _size(self, name: str) -> int:
-        path = self.folder / name
-        return path.stat().st_size if path.exists() else 0
 
     def _truncate(self, record: dict[str, Any]) -> None:
         """Remove what a process wrote after its last record. A new stream gets its files, with the first offset."""

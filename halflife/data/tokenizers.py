@@ -51,10 +51,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Ids) -> str:
-        """The text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
-
-        A later token must not change the text of earlier ones, but for characters and bytes that are incomplete.
-        """
+        """The text of token ids, without special tokens, which later ids leave as it is, with U+FFFD for bad bytes."""
         ...
 
     def fingerprint(self) -> str:
@@ -170,10 +167,7 @@ def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None
 
 
 def pretrained(name: str, local: bool = False) -> Any:
-    """Load a tokenizer of transformers from a folder, or as `owner/name[@revision]` from the hub or the hub's cache.
-
-    The cache alone is read where the hub cannot be reached, or with `local`.
-    """
+    """A tokenizer of transformers from a folder or the hub, `owner/name[@revision]`; if `local` from its cache."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

@@ -49,17 +49,13 @@ class Decay(Float32Module):
     * `reads_shared`: whether `forward` takes `shared`, tensors that the layers of one forward pass share.
 
     A layer reads everything from one call, `decay(f, …)`, because only inside its `forward` are a module's parameters
-    sure to be there (offloaded or sharded models).
+    sure to be there (offloaded or sharded models). A log-decay of one token has the `shape` `(H,)` or `(H, K)`.
 
     Args:
-        num_heads: heads H.
-        head_dim: key channels of a head, K.
+        num_heads, head_dim: heads H, and key channels of a head, K.
         granularity: "scalar" (one rate per head) or "vector" (one rate per key channel).
-        layer_idx, num_layers: the index of the layer and the number of layers. Some strategies decay more slowly in
-            deep layers.
-
-    Attributes:
-        shape: the shape of one token's log-decays, `(H,)` or `(H, K)`.
+        layer_idx, num_layers: the index of the layer and the number of layers, for decays that are slower in deep
+            layers.
 
     Raises:
         ValueError: the strategy is not defined for the granularity, or a size is below 1.
@@ -151,11 +147,7 @@ class Decay(Float32Module):
         return cls.law is not Decay.law
 
     def law(self, log_rate: Tensor | None) -> Law | None:
-        """The law in the form of `ops.laws`, or None if it is of another form, which `log_decay` computes.
-
-        Args:
-            log_rate: base log-rates in the place of the strategy's, or None.
-        """
+        """The law in the form of `ops.laws`, with these base log-rates if given; None where `log_decay` has it."""
         return None
 
     def law_of_token(self, log_rate: Tensor | None) -> Law | None:
@@ -163,10 +155,7 @@ class Decay(Float32Module):
         return self.law(log_rate)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
-        """The law: `g` from float32 activations and base log-rates. None means the strategy's parameters.
-
-        Strategies with a `step_size` take it as `step`.
-        """
+        """The law: `g` from float32 activations, base log-rates (None: the strategy's), and a `step_size`, if any."""
         if (law := self.law(log_rate)) is None:
             raise NotImplementedError(f"{type(self).__name__} has neither a law nor a log_decay")
         return law.log_decay(law.step(f) if step is None else step)
@@ -193,11 +182,7 @@ class Decay(Float32Module):
         return self.log_decay(self._rest(), None).neg().log()[0, 0]
 
     def timescales(self, position: float = 1) -> Tensor:
-        """Tokens after which a channel has decayed by 1/e, at zero activation: `[H]` or `[H, K]`.
-
-        Args:
-            position: position of the token, from 1. Only position-adaptive decays depend on it.
-        """
+        """Tokens after which a channel has decayed by 1/e at zero activation and a position: `[H]` or `[H, K]`."""
         return (-self.base_log_rate()).exp()
 
     def _wide(self, f: Tensor) -> Tensor:
@@ -256,15 +241,10 @@ def build(
     name: str, *, num_heads: int, head_dim: int, granularity: str = "scalar",
     layer_idx: int = 0, num_layers: int = 1, **options: object,
 ) -> Decay:  # fmt: skip
-    """Build the decay strategy `name` and draw its parameters.
+    """Build the decay strategy `name`, one of `DECAYS.names()`, and draw its parameters; sizes are those of `Decay`.
 
-    Args:
-        name: one of `DECAYS.names()`.
-        num_heads, head_dim, granularity, layer_idx, num_layers: see `Decay`.
-        **options: options of the strategy (`p` of "simple", `tau` of "gla", …).
-
-    Raises:
-        ValueError: a name is unknown (the message lists the choices), or a granularity or size does not fit.
+    `options` are those of the strategy (`p` of "simple", `tau` of "gla", …). A ValueError says that a name is unknown,
+    with the choices, or that a granularity or size does not fit.
     """
     check_options(f"decay {name}", DECAYS[name], options, constructor_parameters(Decay))
     return DECAYS[name](

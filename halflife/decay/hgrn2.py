@@ -29,7 +29,6 @@ class HGRN2Decay(Decay):
         self.reset_parameters()
 
     def has_logits(self) -> bool:
-        """Whether this layer has logits."""
         return self.layer_idx > 0
 
     @draws
@@ -49,12 +48,12 @@ class HGRN2Decay(Decay):
 
 @DECAYS.add("hgrn2_released")
 class ReleasedHGRN2Decay(HGRN2Decay):
-    """λ = γ + (1 − γ) σ(f), with one table of logits for all layers.
+    """λ = γ + (1 − γ) σ(f), with one table of logits for all layers, as the authors of the Decay paper ran it.
 
-    HGRN2 as the authors of the Decay paper ran it. The first layer has the table, L logits for each channel, and passes
-    the bounds of all layers to later ones through `shared`. γ of layer l is the sum of the shares of the layers 1 to l,
-    counted from 0. Without `shared`, a later layer has its initial bound, l/L. Range and initialisation as `hgrn2`.
-    Source: released code of the Decay paper (xmixers).
+    The first layer has the table, L logits for each channel, and passes the bounds of all layers to later ones through
+    `shared`. γ of layer l is the sum of the shares of the layers 1 to l, counted from 0. Without `shared`, a later
+    layer has its initial bound, l/L. Range and initialisation as `hgrn2`. Source: released code of the Decay paper
+    (xmixers).
     """
 
     reads_shared = True

@@ -60,17 +60,12 @@ def fit(rates: Float[Tensor, " N"], length: float, beta: float = 0.5, *, continu
 
     The grid has 1,000 points spaced evenly in log t. For the norm over integers they are rounded, so that at T = 1e4
     the grid contains every integer up to 70. It is refined around the peaks of the error until the error no longer
-    grows.
+    grows. A rate, T or β out of range is a ValueError.
 
     Args:
         rates: r_k ≥ 0, in any order.
-        length: T, at least 2.
-        beta: exponent of the power law, positive.
-        continuous: whether the norm is over the interval [1, T], as in the paper, or over its integers, the positions
-            of tokens.
-
-    Raises:
-        ValueError: a rate, T or β is out of range.
+        length, beta: T, at least 2, and the exponent of the power law, positive.
+        continuous: whether the norm is over the interval [1, T], as in the paper, or over its integers.
     """
     rates = torch.as_tensor(rates, dtype=torch.float64)
     if length < 2 or beta <= 0 or not len(rates) or not ((rates >= 0) & (rates <= FASTEST_RATE)).all():
@@ -111,15 +106,12 @@ def _around(positions: Tensor, residual: Tensor, continuous: bool) -> Tensor:
 
 
 def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> tuple[Tensor, float, int]:
-    """Find the weights `[N]` that minimise `max |target − columns · w|`.
+    """The weights `[N]` that minimise `max |target − columns · w|`, a lower bound on the error, and the rank.
 
     Decaying exponentials are almost linearly dependent, so the search works in the span of their leading left singular
     vectors. Exponentials are totally positive, so these vectors form a Chebyshev system too (Gantmacher and Krein), and
-    the best residual has one more alternating peak than there are vectors. Remez' exchange algorithm finds these peaks.
-    Lawson's algorithm gives its start.
-
-    Returns:
-        The weights, a lower bound on the error in the span, and the rank of the columns.
+    the best residual has one more alternating peak than there are vectors. Remez' exchange algorithm finds these peaks,
+    from the start that Lawson's gives.
     """
     left, sizes, right = torch.linalg.svd(columns, full_matrices=False)
     rank = int((sizes > SINGULAR_NOISE * sizes[0]).sum())
@@ -192,9 +184,8 @@ def geometric_rates(channels: int, length: float, low: float | None = None, high
 
 
 def taper(channels: int) -> Tensor:
-    """Return the exponents α_k = (N−k)/(N−1) of Theorem 4.11, `[N]`: 1 for the slowest channel, 0 for the fastest.
-
-    A single channel has α = 0.
+    """The exponents α_k = (N−k)/(N−1) of Theorem 4.11, `[N]`: 1 for the slowest channel, 0 for the fastest, or the only
+    one.
     """
     return torch.linspace(1, 0, channels, dtype=torch.float64) if channels > 1 else torch.zeros(1).double()
 
@@ -208,10 +199,9 @@ def best_endpoints(
 ) -> tuple[float, float]:  # fmt: skip
     """Find the slowest and the fastest of the geometric rates that approximate t^{−β} best.
 
-    Their error is within a few percent of the best, for up to a million tokens. With so many channels that the error is
-    below float64's precision (about 30 at T = 1e3), the result is (0.5/T, 4). More than 64 channels get that of 64.
-
-    `halflife.decay.PoST` uses these end points for `endpoints="optimal"`, in the form `(low · T, high)`.
+    Their error is within a few percent of the best, for up to a million tokens. Where the error is below float64's
+    precision (from about 30 channels on at T = 1e3), the result is (0.5/T, 4). More than 64 channels get that of 64.
+    `halflife.decay.PoST` uses them for `endpoints="optimal"`, in the form `(low · T, high)`.
 
     Args:
         channels, length, beta, continuous: N, T, β and the norm, as in `fit`.
@@ -245,15 +235,10 @@ def best_endpoints(
 
 
 def moving_error(rates: Float[Tensor, " N"], length: int, beta: float) -> float:
-    """Compute the minimax error at position T of channels that PoST stretches with the position.
+    """Compute the minimax error at position T of channels that PoST stretches, with the rates r_k at T.
 
     The response to the input of s tokens ago is `exp(−r_k Σ_{j = T−s+1}^T (j/T)^{−α_k})` with the gate of each position
-    j, and α_k falls from 1 to 0. With another t_ref the same channels have the base rates `r_k (T/t_ref)^{α_k}`, which
-    are geometric too.
-
-    Args:
-        rates: r_k at position T, ascending.
-        length, beta: T and β.
+    j, and α_k falls from 1 to 0. With another t_ref the base rates `r_k (T/t_ref)^{α_k}` are geometric too.
     """
     tapers = torch.linspace(1, 0, len(rates), dtype=torch.float64)
     steps = torch.arange(length, 0, -1, dtype=torch.float64) / length

@@ -221,17 +221,12 @@ class PoST(Decay):
 
     @classmethod
     def from_rates(cls, decay: Decay, rates: Tensor, *, train_length: int, **options: Any) -> PoST:
-        """Wrap `decay` with a spectrum that has given rates at zero activation (Prop. 4.18).
+        """Wrap `decay` with a spectrum that has given positive rates at zero activation (Prop. 4.18).
 
-        Args:
-            decay: as in the constructor.
-            rates: positive rates, one per channel, of any shape with N entries, for example those of a trained Mamba-2.
-                They are sorted. Channel k gets the k-th smallest, so move the other parameters of the channels by
-                `rates.flatten().argsort()`. Gaps between log-rates below 1e-6 become 1e-6.
-            train_length, **options: as in the constructor, without `endpoints` and `rate_range`.
-
-        Raises:
-            ValueError: the number of rates is not N, or a rate is not positive.
+        `rates` have N entries in any shape, as those of a trained Mamba-2, else it is a ValueError. They are sorted:
+        channel k gets the k-th smallest, so move the other parameters of the channels by `rates.flatten().argsort()`.
+        Gaps between log-rates below 1e-6 become 1e-6. `options` are the constructor's, without `endpoints` and
+        `rate_range`.
         """
         post = cls(decay, train_length=train_length, **options)
         post.set_rates(rates)

@@ -10,9 +10,8 @@ from halflife.ops.linear import fast_linears
 
 @contextmanager
 def evaluating(model: object) -> Iterator[None]:
-    """Switch a model to evaluation mode and to the fastest linear maps; afterwards all is as before.
-
-    A model of transformers that is read in place is no module. It is loaded in evaluation mode and stays in it.
+    """Switch a model, unless it is read in place, to evaluation mode and the fastest linear maps; afterwards all is as
+    before.
     """
     if not isinstance(model, nn.Module):
         yield

@@ -67,32 +67,20 @@ class DocumentLoss(NamedTuple):
 
 
 def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
-    """Return the loss on whole documents. The state is carried from the first token of a document to its last.
-
-    The first token of a document has no prediction and is not counted.
-
-    Args:
-        model: the model, on its device and in evaluation mode.
-        documents: token ids of each document.
-    """
+    """The loss on whole documents of token ids, without their first tokens. The state is carried through a document."""
+    nats, tokens, count, device = 0.0, 0, 0, model.embedding.weight.device
     with torch.no_grad(), fast_linears(model):
-        return _document_loss(model, documents)
-
-
-def _document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
-    nats, tokens, count = 0.0, 0, 0
-    for pack in _pack_documents(torch.as_tensor(document, dtype=torch.long) for document in documents):
-        count += len(pack)
-        ids, labels = torch.cat(pack), torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in pack])
-        if len(pack) == 1:
-            losses = torch.cat([*_losses(model, ids.unsqueeze(0), labels.unsqueeze(0))], dim=1)[0]
-        else:
-            bounds = torch.tensor([0, *(len(document) for document in pack)]).cumsum(0, dtype=torch.int32)
-            device = model.embedding.weight.device
-            hidden, _ = model.hidden(ids.unsqueeze(0).to(device), cu_seqlens=bounds.to(device))
-            losses = token_losses(hidden[0], model.head_or_weight, labels.to(device))
-        nats += losses.cpu().double().sum().item()
-        tokens += int((labels >= 0).sum())
+        for pack in _pack_documents(torch.as_tensor(document, dtype=torch.long) for document in documents):
+            count += len(pack)
+            ids, labels = torch.cat(pack), torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in pack])
+            if len(pack) == 1:
+                losses = torch.cat([*_losses(model, ids.unsqueeze(0), labels.unsqueeze(0))], dim=1)[0]
+            else:
+                bounds = torch.tensor([0, *(len(document) for document in pack)]).cumsum(0, dtype=torch.int32)
+                hidden, _ = model.hidden(ids.unsqueeze(0).to(device), cu_seqlens=bounds.to(device))
+                losses = token_losses(hidden[0], model.head_or_weight, labels.to(device))
+            nats += losses.cpu().double().sum().item()
+            tokens += int((labels >= 0).sum())
     return DocumentLoss(nats, tokens, count)
 
 
@@ -138,9 +126,8 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
 
 
 def blocked_error(losses: Tensor) -> float:
-    """The standard error of the mean of losses `[T]`, whose neighbours depend on each other, by `BLOCKS` equal blocks.
-
-    It is NaN for fewer tokens than blocks.
+    """The standard error of the mean of dependent losses `[T]`, by `BLOCKS` equal blocks; NaN for fewer tokens than
+    blocks.
     """
     if len(losses) < BLOCKS:
         return math.nan

@@ -31,9 +31,8 @@ SKA_PENDING = ("pending_keys", "pending_values", "pending_decays")  # the last w
 
 @dataclass(frozen=True)
 class StateSize:
-    """A size of `constant + per_token · T + per_digit · min(digits(T), most_digits)` after T tokens.
-
-    It is in numbers or in bytes, and `digits(T)` is the number of binary digits of T.
+    """`constant + per_token · T + per_digit · min(digits(T), most_digits)` numbers or bytes after T tokens, in binary
+    digits.
     """
 
     constant: int = 0
@@ -106,12 +105,10 @@ class LayerState:
 
 @torch.no_grad()
 def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str | None = None) -> list[LayerState]:
-    """Measure the state of each kind of layer of a model, for one sequence.
+    """Measure the state of each kind of layer for one sequence, in a small model with one layer of each kind.
 
-    Args:
-        config: configuration of the model. A small model with one layer of each kind is built from it.
-        dtype: dtype of the model, "float32" or "bfloat16". Recurrent states are float32 in both.
-        cache_dtype: dtype of tensors that grow with the length, "float32", "bfloat16" or "float8"; None means `dtype`.
+    `dtype` is that of the model, "float32" or "bfloat16"; recurrent states are float32 in both. `cache_dtype` is that
+    of tensors that grow with the length, "float32", "bfloat16" or "float8"; None means `dtype`.
     """
     _check_dtypes(dtype, cache_dtype)
     small, layers = one_layer_of_each_kind(config)

@@ -211,10 +211,7 @@ def resident_memory(field: str = "VmRSS") -> int:
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """The peak growth of this process in bytes while `run` runs (Linux). Measure in a fresh process.
-
-    Memory that the allocator holds from before is used again and is not counted.
-    """
+    """The peak growth of this process in bytes while `run` runs (Linux); measure in a fresh process."""
     before = resident_memory()
     CLEAR.write_text("5")  # resets the peak to the memory held now
     run()

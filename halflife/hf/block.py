@@ -28,11 +28,7 @@ class _Names:
 
 
 class HalflifeBlock(GradientCheckpointingLayer, Block):
-    """A `Block` whose tensors are positional arguments and results.
-
-    The reentrant kind of gradient checkpointing follows no others, so it would lose the gradients of tensors that one
-    layer passes to another.
-    """
+    """A `Block` whose tensors are positional arguments and results, as reentrant checkpointing needs."""
 
     @classmethod
     def of(cls, block: Block) -> HalflifeBlock:

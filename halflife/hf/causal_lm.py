@@ -20,11 +20,7 @@ from halflife.tasks import IGNORED
 
 
 class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
-    """A `HalflifeModel` (`.model`) with a head (`.lm_head`).
-
-    Args:
-        network: a `LanguageModel` whose parts it takes; None builds one.
-    """
+    """A `HalflifeModel` (`.model`) with a head (`.lm_head`), from the parts of `network`, or a new one."""
 
     accepts_loss_kwargs = True  # the loss uses num_items_in_batch
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012 (as the base class declares it)

@@ -23,10 +23,7 @@ _Mixin: Any = GenerationMixin  # its methods are typed for a `self` that is a mo
 
 
 class HalflifeGenerationMixin(_Mixin):
-    """What `generate` calls before, between and after the forward passes of a `HalflifeForCausalLM`.
-
-    `PreTrainedModel.can_generate` looks for "GenerationMixin" in the names of the bases.
-    """
+    """The steps of `generate` around forward passes. Transformers looks for "GenerationMixin" in the names of bases."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -133,7 +130,11 @@ class HalflifeGenerationMixin(_Mixin):
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Verify all drafted tokens in one pass. If some are wrong, the next pass begins with the accepted ones."""
-        _check_side(kwargs)
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not mask[:, -1:].all():
+            raise ValueError(
+                "the row is padded on the right, where assisted decoding continues it; leave the padding out"
+            )
         past = kwargs.get("past_key_values")
         if past is not None:
             past.activate_past_recording()
@@ -191,12 +192,6 @@ def _check_new(count: int | None, past: HalflifeCache | None, input_ids: Tensor)
             f"the state has read {seen} tokens, and the input has {input_ids.shape[1]}: give the whole sequence, or "
             "only new tokens and an attention_mask that also covers the earlier ones"
         )
-
-
-def _check_side(model_kwargs: dict[str, Any]) -> None:
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and not mask[:, -1:].all():
-        raise ValueError("the row is padded on the right, where assisted decoding continues it; leave the padding out")
 
 
 def _padded_left(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any], Tensor | None]:

@@ -45,7 +45,6 @@ class HalflifePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does."""
         loaded = super().from_pretrained(*args, **kwargs)
         quantization.mind_cpu_kernels(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
@@ -55,10 +54,7 @@ class HalflifePreTrainedModel(PreTrainedModel):
         return {}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does. With `config.auto_map = halflife.hf.AUTO_MAP`, a file beside imports this package.
-
-        Programs that never import `halflife.hf` can then open the folder with `trust_remote_code=True`.
-        """
+        """Save as transformers does. With `config.auto_map = AUTO_MAP`, `trust_remote_code=True` opens the folder."""
         # The names in files are those of the model: Trainer and accelerate load them without any conversion, and
         # leave out a head of another name.
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
@@ -83,11 +79,7 @@ class HalflifePreTrainedModel(PreTrainedModel):
 
 
 class HalflifeModel(HalflifePreTrainedModel, Backbone):
-    """The base model: token ids → normalised hidden states, without a head.
-
-    Args:
-        network: a `LanguageModel` whose parts it takes; None builds one.
-    """
+    """The base model: token ids → normalised hidden states, from the parts of `network`, or of a new one."""
 
     def __init__(self, config: HalflifeConfig, network: LanguageModel | None = None) -> None:
         super().__init__(config)

@@ -197,12 +197,10 @@ class Attention(Mixer):
         return self.max_length
 
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
-        """Attention of `q [N, T, H, K]` to a cache of S tokens: `[N, T, H, K]`.
+        """Attention of `q [N, T, H, K]` to a cache of S tokens, tensors `[N, S, …]` as of `cached`: `[N, T, H, K]`.
 
-        Args:
-            cache: tensors `[N, S, …]` of the names of `cached`.
-            at: index in the cache of each query's token, `[N, T]`.
-            visible: which tokens a query sees, `[N, T, S]`. None for both means that S = T and attention is causal.
+        `at [N, T]` is the index in the cache of each query's token, and `visible [N, T, S]` says which tokens a query
+        sees. None for both means that S = T and attention is causal.
         """
         q, k, v = (t.transpose(1, 2) for t in (q, cache["keys"], cache["values"]))
         mask = None if visible is None else visible.unsqueeze(1)

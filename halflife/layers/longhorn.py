@@ -23,8 +23,8 @@ from halflife.registry import check_choice
 class LonghornDecay(Decay):
     """λ = 1 / (1 + f), f ≥ 0. With `f = β k_i² / (1 + β (kᵀk − k_i²))` this is `1 − ε k_i²`.
 
-    g = −log1p(f), which is accurate for slow decays and finite for keys of any length. It has no parameters. A channel
-    without a key, f = 0, does not decay.
+    g = −log1p(f) is accurate for slow decays and finite for keys of any length. A channel without a key, f = 0, does
+    not decay.
     """
 
     granularities = ("vector",)
@@ -89,7 +89,6 @@ class Longhorn(Mixer):
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters of the layer again."""
         reset(self, self.initial)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:

@@ -27,10 +27,7 @@ from halflife.precision import Float32Module, compute_dtype, inverse_softplus
 
 
 class NormBias(Float32Module):
-    """`RMSNorm(x) ⊙ weight + bias`, with the norm over the channels of each group and one bias per head.
-
-    Weight and bias start at 1.
-    """
+    """`RMSNorm(x) ⊙ weight + bias`, over the channels of each group and with one bias per head. Both start at 1."""
 
     def __init__(self, num_heads: int, state_size: int, eps: float) -> None:
         super().__init__()

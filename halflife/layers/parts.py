@@ -62,8 +62,7 @@ class GatedRMSNorm(nn.Module):
     """Mamba-2's output norm `RMSNorm(y ⊙ silu(z)) ⊙ weight` over groups of channels; without z, `RMSNorm(y) ⊙ weight`.
 
     Args:
-        size: channels D of `y, z [B, T, D]`.
-        groups: number of equal groups of channels; each group has its own mean square.
+        size: channels D of `y, z [B, T, D]`, in `groups` equal groups, each with its own mean square.
         eps: added to the mean square.
     """
 
@@ -144,9 +143,9 @@ def normed(
 ) -> tuple[Tensor, Tensor, AbstractContextManager[None]]:
     """`x + branch` (None: x), its norm (None: itself), and a context for the `part` of a block that reads this norm.
 
-    Of a token one kernel computes also those linear maps of the part that read its input (`maps_of_input`). Inside the
-    context they return what it computed. A part that reads mixtures alone (`Shifting`) may know these in the context,
-    and the norm is then in no memory: its input is the sum. `given` are its state and packing.
+    Of a token one kernel computes also those linear maps of the part that read its input (`maps_of_input`), which
+    return what it computed inside the context. A part that reads mixtures alone (`Shifting`) may know these in the
+    context, and the norm is then in no memory: its input is the sum. `given` are its state and packing.
     """
     if hasattr(part, "of_norm") and (made := part.of_norm(norm, x, branch, *given)) is not None:
         return made[-1], made[-1], part.knows(made[:-1])
@@ -181,10 +180,7 @@ def _maps_of_input(part: nn.Module, norm: Any, x: Tensor) -> list[nn.Linear]:
 
 
 def map_of_gated(norm: Any, y: Tensor, z: Tensor | None, out: nn.Module, dtype: torch.dtype) -> Tensor:
-    """`out(norm(y, z))` of `y [B, T, D]` or `[B, T, H, V]` and `z [B, T, D]` or None; of a token by one kernel.
-
-    The output of the norm is rounded for inputs of this `dtype`.
-    """
+    """`out(norm(y, z))` of `y [B, T, D]` or `[B, T, H, V]` and `z [B, T, D]` or None, rounded for `dtype`."""
     weight = None if norm.pass_backend != "auto" or is_watched(norm) else weight_of(out)
     given = [x for x in (z, norm.weight) if x is not None]
     if weight is not None and takes_map(y, *given, weight):
@@ -212,14 +208,10 @@ FEATURE_MAPS = {
 
 
 class DecayProjection(nn.Module):
-    """The projection to the activation f of a decay. For a vector decay it may have low rank.
+    """The projection to the activation f of a decay, whose log-decays have the `shape` `(H,)` or `(H, K)`.
 
-    Args:
-        hidden_size: D of the input.
-        shape: shape of one token's log-decays, `(H,)` or `(H, K)`.
-        rank: rank of the projection for a vector decay; None for full rank.
-        bias: whether the last map has a bias.
-        law: initial values of the last map; None means torch's.
+    `rank` is that of the projection for a vector decay, None for full rank. `bias` and `law`, the initial values (None:
+    torch's), are those of the last map.
     """
 
     def __init__(
@@ -289,10 +281,7 @@ def rotary(
     q: Tensor, k: Tensor, position: Tensor, base: float = ROPE_BASE, backend: str = "auto",
     kept: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once.
-
-    `kept` remembers them for other layers with the same tensor of positions (`Packing.kept`).
-    """
+    """`rope` of queries and keys `[B, T, H, K]`, with angles that `kept` remembers (`Packing.kept`)."""
     cos, sin = turns(q, position, base, {} if kept is None else kept)
     return fused.rotate(q, cos, sin, backend), fused.rotate(k, cos, sin, backend)
 
@@ -308,10 +297,7 @@ def turns(q: Tensor, position: Tensor, base: float, kept: dict[Any, Any]) -> tup
 
 
 def set_backend(module: Module, backend: str) -> Module:
-    """Let the ops of a module run by `backend`, and return the module.
-
-    Norms, gates and convolutions stay in plain torch where the op on the state does (`ops.backends.dispatch.beside`).
-    """
+    """Let the ops of a module run by `backend`, and its passes `dispatch.beside` it; return the module."""
     for part in module.modules():
         for name, value in (("backend", backend), ("pass_backend", beside(backend))):
             if hasattr(part, name):

@@ -165,7 +165,6 @@ class SKA(DecayGate):
         self.gate_proj = nn.Linear(hidden_size, hidden_size) if gate == "sigmoid" else None
 
     def reset_parameters(self) -> None:
-        """Draw all parameters of the layer again."""
         reset(self, self.initial)
 
     def forward(

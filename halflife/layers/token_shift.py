@@ -50,9 +50,9 @@ class Shifting(Mixer):
     def of_norm(
         self, norm: Any, x: Tensor, branch: Tensor | None, state: State | None, packing: Packing
     ) -> Sequence[Tensor] | None:
-        """The mixtures of the norm of `x + branch`, its last tokens, and the sum; None where no kernel makes them.
+        """The mixtures of the norm of `x + branch`, its last tokens, and the sum, or of a token what maps make of them.
 
-        Of a token it is what maps make of the mixtures (`maps_of_token`).
+        It is None where no kernel makes them.
         """
         if x.is_cpu or torch.compiler.is_compiling() or packing.cu_seqlens is not None or not x.shape[1]:
             return None

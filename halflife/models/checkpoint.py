@@ -45,10 +45,7 @@ def is_ours(config: Any) -> bool:
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
-    """Return the model that `save`, or `save_pretrained` of a halflife model, wrote into `folder`.
-
-    A missing file is a FileNotFoundError. Another format, a damaged file and weights that do not fit are ValueErrors.
-    """
+    """The model that `save`, or `save_pretrained` of a halflife model, wrote; a ValueError if damaged."""
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
     if not is_ours(config):

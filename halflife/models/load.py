@@ -52,10 +52,7 @@ def check_finite(model: nn.Module, folder: str | Path) -> None:
 
 
 def configurations(folders: Sequence[str]) -> list[ModelConfig]:
-    """The configurations of the models in and below the folders, equal ones once; [] without folders.
-
-    Models that differ in width or layers are a ValueError.
-    """
+    """The configurations of the models in and below the folders, equal ones once, of one width and depth."""
     found = checkpoints([Path(folder) for folder in folders]).values() if folders else ()
     configs = [*{(config := load_any(folder).config).to_json(): config for folder in found}.values()]
     if len({(config.hidden_size, config.num_layers) for config in configs}) > 1:

@@ -99,9 +99,8 @@ class Session:
         self._recent: list[int] = []  # the last tokens, as far as the text of later ones depends on them
 
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
-        """Read token ids `[T]` or text, and return the session.
-
-        A ValueError says that ids are no integers of the vocabulary, or that text has no tokenizer.
+        """Read token ids `[T]` of the vocabulary, or text if there is a tokenizer (else a ValueError), and return the
+        session.
         """
         numbers = self._ids(tokens)
         ids = numbers.to(self.model.embedding.weight.device, non_blocking=True)
@@ -234,10 +233,7 @@ class Session:
         return pieces_of_text(tokens, ends, TextStream(self.decode, self._recent, texts))
 
     def save(self, path: str | Path) -> Path:
-        """Write the state and the last logits into a safetensors file, from which `load` continues.
-
-        It is a ValueError if the session has read nothing yet.
-        """
+        """Write the state and the last logits into a safetensors file, from which `load` continues, if there are."""
         tensors = {"logits": self.next_logits, "last": torch.tensor(self._recent)}
         for i, layer in enumerate(self.state or ()):
             tensors |= {f"{i}.{name}": part for name, part in layer.items()}

@@ -41,10 +41,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 def open_tensors(path: Path) -> Any:
-    """Open a safetensors file, whose tensors are read when they are accessed.
-
-    A missing file is a FileNotFoundError, and one that is truncated or no safetensors file a ValueError.
-    """
+    """Open a safetensors file, whose tensors are read on access; a ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

@@ -167,10 +167,7 @@ def choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None,
     best: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Draw a token as `draw` does, but leave it on its device, where it is −1 if a logit is not finite.
-
-    The host of an accelerator waits for nothing. `best` is the `likeliest` token, if it is known.
-    """
+    """`draw` on the device, without a wait: −1 if a logit is not finite. `best` is the `likeliest`, if known."""
     if temperature == 0:
         return likeliest(logits) if best is None else best
     finite = logits.isfinite().all() if best is None else best >= 0

@@ -18,16 +18,14 @@ class Call:
     """The arguments of an op, the same for every implementation: `call["q"]` is the tensor q, or None.
 
     Attributes:
-        spec: the op.
-        tensors: name → tensor, or None where it is absent.
-        sizes: letter of `halflife.shapes` → number.
+        spec, packing: the op, and where the sequences lie.
+        tensors, sizes: name → tensor, or None where it is absent; letter of `halflife.shapes` → number.
         state: the states before the first token, or None for zeros.
-        packing: where the sequences lie.
         scale: factor of the output, or None (see `output_scale`).
         chunk_size: tokens per chunk, which implementations may round.
         options: other settings of the op.
         is_token: whether this is one token of each sequence, as while decoding.
-        output_dtype: dtype of the output: the option `dtype`, or that of v, or of the first tensor in an op without v.
+        output_dtype: the option `dtype`, or the dtype of v, or of the first tensor in an op without v.
     """
 
     __slots__ = (

@@ -42,11 +42,10 @@ def causal_conv1d(
 
     Args:
         x: inputs `[B, T, D]`.
-        weight: taps `[D, W]`, the last one on the current token.
-        bias: `[D]` or None.
+        weight, bias: taps `[D, W]`, the last one on the current token, and `[D]` or None.
         activation: "silu" or None.
-        initial_state: the W − 1 inputs before the first token, oldest first, `[B, D, W − 1]`
-            (`[N, D, W − 1]` when packed); None means zeros.
+        initial_state: the W − 1 inputs before the first token, oldest first, `[B, D, W − 1]` (`[N, D, W − 1]` when
+            packed); None means zeros.
         output_final_state: whether to return the last W − 1 inputs.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
         backend: "auto", or one of `available_backends("causal_conv1d")`.
@@ -170,16 +169,12 @@ def chunked(x: Tensor, weight: Tensor, state: Tensor, packing: Packing) -> tuple
         tail = extended[:, x.shape[1] :]
     else:
         extended, tail = _extend(x, before, packing)
-    y = _shifted_products(extended, taps)
+    # Under transforms, and in graphs, whose backward torch 2.11 traces wrongly, plain products.
+    plain = torch.compiler.is_compiling() or is_transformed()
+    y = _sum_of_shifts(extended, taps) if plain else _ShiftedProducts.apply(extended, taps)
     if packing.cu_seqlens is not None:
         y = y.index_select(1, _token_rows(packing, history, x.device))
     return y, tail.transpose(1, 2)
-
-
-def _shifted_products(x: Tensor, taps: Tensor) -> Tensor:
-    """`_ShiftedProducts`; plain products under transforms, and in graphs, whose backward torch 2.11 traces wrongly."""
-    plain = torch.compiler.is_compiling() or is_transformed()
-    return _sum_of_shifts(x, taps) if plain else _ShiftedProducts.apply(x, taps)
 
 
 def _sum_of_shifts(x: Tensor, taps: Tensor) -> Tensor:

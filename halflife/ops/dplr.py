@@ -118,10 +118,7 @@ def _later(x: Tensor) -> Tensor:
 
 
 class DPLRBlock(blocks.ChunkBlock):
-    """A block of chunks. It solves the triangular system of each chunk when it is made.
-
-    `self.a` holds the vector a of each token in the row of the token before it.
-    """
+    """A block of chunks with their systems solved. `self.a` has the a of a token in the row of the one before."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -140,12 +140,9 @@ def masks(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, ...]:
     """The paper's masks Γ and Λ `[B, H, T, T]` in closed form, with `o = (Q Kᵀ ⊙ Γ ⊙ Λ) V` (Eq. 13, Figure 2a).
 
     `Γ_ij = e^{A_i − A_j}` and `Λ_ij = e^{B_{min(n(j), i)} − B_j}` for i ≥ j, else 0. A and B are the cumulative
-    log-decays, slow and fast, and n(j) is the first reset after j. Autograd computes the gradient of a log-decay as a
-    difference of sums here. Its error is small relative to the largest gradient, but not where everything that the
-    log-decay weighs has decayed away; the chunked form is exact there too.
-
-    Args:
-        g_slow, g_fast: log-decays `[B, T, H]`.
+    log-decays `[B, T, H]`, slow and fast, and n(j) is the first reset after j. Autograd computes the gradient of a
+    log-decay as a difference of sums here, whose error is not small where everything that it weighs has decayed away;
+    the chunked form is exact there too.
     """
     a, b, resets = _cumulative(g_slow, g_fast)
     until = resets[..., 1:]

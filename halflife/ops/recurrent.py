@@ -24,9 +24,9 @@ def token_loop(
 ) -> tuple[Tensor, Tensor]:
     """Run the definition of an op: `o_t, state = token(state, q_t, k_t, v_t, *others_t, g_t)` for one token at a time.
 
-    Groups of q and k are repeated for their heads, and values are multiplied by their gain. `others` are
-    `[B, T, H, …]`, or None. A scalar log-decay reaches `token` as `[B, H, 1]`. The outputs are `[B, T, H, V]` in v's
-    dtype, and the final states `[N, H, num_states · K, V]` in the compute dtype.
+    Groups of q and k are repeated for their heads, and values are multiplied by their gain. `others` are `[B, T, H,
+    …]`, or None. A scalar log-decay reaches `token` as `[B, H, 1]`. It returns `[B, T, H, V]` in v's dtype, and the
+    final states `[N, H, num_states · K, V]` in the compute dtype.
     """
     states, scale, g, heads = call.first_state(), call.output_scale, call.decay, call.sizes["H"]
     if g is not None and g.ndim == 3:
@@ -52,15 +52,12 @@ class Unconvolved(NamedTuple):
     memory in the place of queries.
 
     Attributes:
-        x: channels `[B, 1, D]` of queries, keys and values.
+        x: channels `[B, 1, D]` of queries, keys and values, of which `places` are the first ones.
         weight, bias, state: of the convolution, as in `causal_conv1d`; None is no convolution.
-        places: the first channels of queries, keys and values.
         groups: groups of heads that share queries and keys.
-        silu: whether queries and keys get SiLU; after a convolution values too.
-        unit: whether queries and keys get norm 1.
+        silu, unit: whether queries and keys get SiLU (after a convolution values too), and norm 1.
         most: the writing strength β of the delta rule is most · σ(beta).
-        gain: factor of the values `[B, 1, H]`, or None.
-        skip: D `[H]`, with which the convolved values are added to the outputs, or None.
+        gain, skip: factor of the values `[B, T, H]`, and D `[H]`, as in `linear_attention`.
         gains: whether the step size of an `Unevaluated` decay is a factor of the values.
         angles: cos and sin of RoPE, `[1, K / 2]` or `[B, 1, K / 2]`, or None.
     """
@@ -83,10 +80,7 @@ class Unconvolved(NamedTuple):
         self, g: Tensor | Unevaluated | None, g_slow: Tensor | SlowInput | None, beta: Tensor | None,
         states: tuple[Tensor, Tensor | None], scale: float, dtype: torch.dtype,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """The outputs `[B, 1, H, V]` in `dtype`, and the next states of convolutions and of the memory by name.
-
-        `beta` are the logits of writing strengths. The states are fast and slow.
-        """
+        """The outputs `[B, 1, H, V]` in `dtype`, and the next states by name; `beta` are logits of strengths."""
         taps = [x.contiguous() for x in (self.weight, self.bias) if x is not None]
         conv, (state, slow) = None if self.state is None else self.state.contiguous(), alike(*states)
         gate: list[Tensor] = []
@@ -111,10 +105,8 @@ class Unconvolved(NamedTuple):
 class SlowInput(NamedTuple):
     """The input of GateRank's gate of the slow state, which the kernel that takes a token computes.
 
-    Attributes:
-        f: activations `[B, 1, G]` of one gate or a gate for each head.
-        taps, bias, rate: of `SlowGate`, in float32.
-        state: that of its convolution.
+    f are activations `[B, 1, G]` of one gate or a gate for each head. The others are those of `SlowGate`, in float32,
+    and the state of its convolution.
     """
 
     f: Tensor
@@ -134,11 +126,10 @@ def maps_of_norm(
 
     Args:
         x, branch, gate: channels `[B, 1, D]`. With a branch it is the norm of `x + branch`.
-        norm, eps: weight `[D]`, or that of each group, and eps of the norm; None is no norm.
+        norm, eps: weight `[D]`, or that of each of the `groups`, and eps of the norm; None is no norm.
         weights: W `[Fᵢ, D]` of one dtype, at most `MOST_MAPS`.
         kind: what the gate is: "none", or "silu" or "sigmoid" of it "_before" or "_after" the norm; or "relu_square",
             relu(x)² without a gate.
-        groups: groups of channels, each with its own mean square.
     """
     return triton.custom_op("map")(x, branch, gate, norm, list(weights), kind, groups, eps, keeps)
 
@@ -182,14 +173,9 @@ def attention_of_token(
 ) -> list[Tensor]:
     """Softmax attention of one token of each sequence to a cache: the outputs, and the next keys and values.
 
-    `takes_attention` must accept these tensors.
-
-    Args:
-        q: `[N, 1, H, K]`.
-        k, v: `[N, 1, G, K]`; each head of them serves H / G heads of queries.
-        angles: cos and sin `[1, K / 2]` or `[N, 1, K / 2]` by which queries and keys are rotated, or None.
-        keys, values: the cache `[N, S, G, K]`, of which each sequence has filled its first slots.
-        seen: the number of these `[N]`.
+    `takes_attention` must accept `q [N, 1, H, K]`, `k, v [N, 1, G, K]`, of which each head serves H / G heads of
+    queries, and the cache `keys, values [N, S, G, K]`, of which each sequence has filled its first `seen [N]` slots.
+    `angles` are cos and sin `[1, K / 2]` or `[N, 1, K / 2]` of rotations, or None.
     """
     cos, sin = per_sequence(angles)
     return triton.custom_op("attend")(q, k, v, cos, sin, keys, values, seen, q.shape[-1] ** -0.5)

@@ -26,7 +26,6 @@ class Implementation:
     """One backend of an op.
 
     Attributes:
-        function: the implementation.
         why_not: (op, device, call or None) → the reason why it cannot run there, or None if it can. Without a call,
             only the device and what is installed are judged.
         steps: whether it is also the fast one for single tokens, while decoding.
@@ -62,10 +61,7 @@ class Shape:
         return tuple([known[letter] + offset for letter, offset in self.choices[0]])
 
     def check(self, name: str, x: Any, known: dict[str, int], device: torch.device | None) -> torch.device:
-        """Check the argument `name`, add the numbers of its letters to `known`, and return its device.
-
-        `known` and `device` are those of the tensors before it. The message of an error says what would fit.
-        """
+        """Check the argument `name` beside the tensors before it, add its letters to `known`, and return its device."""
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {'None' if x is None else type(x).__name__}")
         if self.dtype == "float" and x.dtype not in FLOATS:
@@ -126,10 +122,7 @@ class Spec:
     steps: dict[str, Implementation] = field(default_factory=dict)  # others that run one token of each sequence
 
     def check(self, tensors: Mapping[str, Any]) -> tuple[dict[str, int], torch.device]:
-        """Check all tensors; return the number that each letter stands for, and the device.
-
-        It raises a TypeError for what is no tensor, and a ValueError for a dtype, device or shape that does not fit.
-        """
+        """The number of each letter, and the device; a TypeError or ValueError for what does not fit."""
         known, device = {"1": 1}, None
         for name, shape in self.tensors.items():
             x: Any = tensors.get(name)

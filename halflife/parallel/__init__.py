@@ -71,10 +71,7 @@ def read_as_a_whole(model: nn.Module) -> list[str]:
 class ContextParallel:
     """The processes of a group as one line along the sequence, in the order of their ranks; see `context_parallel`.
 
-    Attributes:
-        rank, size: the place of this process, and their number.
-        piece: the piece of this process.
-        sent: bytes that this process has sent, gradients included.
+    This one has the `rank` of `size`, its `piece`, and has `sent` so many bytes, gradients included.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -87,10 +84,7 @@ class ContextParallel:
         self.piece, self.sent = Piece(self.rank, self.size), 0
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients of all parameters over the ranks. A parameter that no rank has used stays without.
-
-        Parameters may be shards of FSDP2 over other ranks: those with the same piece of other rows.
-        """
+        """Add up the gradients of all parameters over the ranks. A parameter that no rank has used stays without."""
         parameters = [x for x in model.parameters() if x.requires_grad]
         used = torch.tensor([float(x.grad is not None) for x in parameters], device=_local(parameters[0]).device)
         self.group.allreduce([used]).wait()

@@ -95,10 +95,7 @@ def build(name: str, **config: Any) -> Task:
 
 
 def with_tier(written: str) -> dict[str, Any]:
-    """The arguments of `build` that `name` or `name:tier` gives: the name, and the settings of the tier.
-
-    A ValueError says that the task or the tier is unknown, or that the task has no tiers.
-    """
+    """The name and the settings of `name` or `name:tier`, as arguments of `build`; a ValueError if there is no such."""
     name, _, tier = written.partition(":")
     tiers = TASKS[name].tiers
     if tier and tier not in tiers:

@@ -86,10 +86,7 @@ class GroupWords(Task):
 
 
 def running_product(words: Tensor, table: Tensor) -> Tensor:
-    """The products of the first, the first two, … elements of each row of `words [N, T]`, by a scan of log₂ T gathers.
-
-    The multiplication `table [|G|, |G|]` has ab at row a and column b.
-    """
+    """The products of the first, first two, … elements of each row of `words [N, T]`, by log₂ T gathers."""
     # After a step with shift s, position t has the product of the last 2s elements up to t.
     products, shift = words.clone(), 1
     while shift < words.shape[1]:
@@ -105,7 +102,8 @@ def multiplication_table(group: str) -> Tensor:
     if kind == "z":
         remainders = torch.arange(size)
         return (remainders.unsqueeze(1) + remainders) % size
-    images = [p for p in permutations(range(size)) if kind == "s" or _even(p)]
+    inversions = {p: sum(left > right for left, right in combinations(p, 2)) for p in permutations(range(size))}
+    images = [p for p, count in inversions.items() if kind == "s" or count % 2 == 0]
     elements = torch.tensor(images)
     products = elements[:, elements].transpose(0, 1)  # entry [a, b, i] is b(a(i))
     digits = size ** torch.arange(size - 1, -1, -1)  # numbers with the images as digits are in lexicographic order
@@ -135,7 +133,3 @@ def _guess(group: str, words: str, length: int) -> float:
         spread = likely.repeat_interleave(len(letters)) / len(letters)
         likely = torch.zeros_like(likely).index_add(0, table[:, letters].flatten(), spread)
     return total / length
-
-
-def _even(images: tuple[int, ...]) -> bool:
-    return sum(left > right for left, right in combinations(images, 2)) % 2 == 0

@@ -39,10 +39,7 @@ class CheckpointStore:
 
     @contextmanager
     def write(self, step: int) -> Iterator[Path]:
-        """Give the folder into which every process writes `checkpoint-<step>/`; publish the checkpoint at the end.
-
-        An OSError says that it cannot be written, for example because the disk is full.
-        """
+        """Give the folder into which processes write `checkpoint-<step>/`, then publish it, or raise an OSError."""
         partial, first = self.folder / PARTIAL, _is_first()
         if first:
             shutil.rmtree(partial, ignore_errors=True)

@@ -63,10 +63,8 @@ class Costs:
         return 3 * self.operations.at(length)
 
     def plus(self, other: Costs, times: float) -> Costs:
-        pairs = zip(
-            (self.operations, self.saved, self.state), (other.operations, other.saved, other.state), strict=True
-        )
-        return Costs(*(a.plus(b, times) for a, b in pairs))
+        names = ("operations", "saved", "state")
+        return Costs(*(getattr(self, name).plus(getattr(other, name), times) for name in names))
 
 
 @dataclass(frozen=True)

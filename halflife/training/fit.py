@@ -38,10 +38,7 @@ READ_AT_ONCE = 1 << 14
 
 
 class Objective(nn.Module):
-    """The module that the Trainer trains: a model with the cross-entropy at the scored positions.
-
-    `recompute` is what the backward pass computes again, see `ExecutionConfig`.
-    """
+    """The module that the Trainer trains: a model with the cross-entropy at scored positions; see `ExecutionConfig`."""
 
     accepts_loss_kwargs = True  # the Trainer then passes num_items_in_batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from halflife.models import LanguageModel
@@ -152,16 +153,9 @@ class Needs:
         return operations / (gpus * card.product) * wait + sent / card.wire
 
     def longest(self, gpus: int, context: int, card: Card) -> int:
-        """Tokens of the longest row whose pieces fit into memory, by halving; memory rises with the length."""
-        if self.memory(gpus, context, 0) > card.memory:
-            return 0
-        low, high = 0, 1
-        while self.memory(gpus, context, high) <= card.memory:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.memory(gpus, context, middle) <= card.memory else (low, middle)
-        return low
+        """Tokens of the longest row whose pieces fit into memory, which rises with the length; 0 if none does."""
+        lengths = range(1 << 50)
+        return max(0, bisect_right(lengths, card.memory, key=lambda n: self.memory(gpus, context, n)) - 1)
 
     def plan(self, gpus: int, card: Card) -> Plan:
         """The plan with the fewest GPUs a row whose piece fits into memory, and a row for each group of them."""

@@ -68,10 +68,7 @@ def tracker_environment(folder: Path, execution: ExecutionConfig) -> Iterator[No
 
 
 class Tracking(TrainerCallback):
-    """Reports settings, metrics, gates, spectra and figures of a run, beside what the Trainer reports.
-
-    `execution` has the trackers, and the function that measures spectra and draws figures.
-    """
+    """Reports settings, metrics, gates, spectra and figures of a run, beside what the Trainer reports."""
 
     def __init__(self, trainer: Any, config: TrainConfig, folder: Path, execution: ExecutionConfig) -> None:
         self.config, self.folder, self.execution = config, folder, execution

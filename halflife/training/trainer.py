@@ -29,9 +29,8 @@ WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not lo
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The only element of `items`, a whole micro-batch. What the host must know stays there, so that it never waits.
-
-    Boundaries become a `Packing`, and the `part` of rows that continue others becomes numbers.
+    """The only element of `items`, a micro-batch, with boundaries as a `Packing` and `part` as numbers that the host
+    knows.
     """
     batch: dict[str, Any] = dict(unwrap_batch(items))
     if "cu_seqlens" in batch:
@@ -42,10 +41,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class HalflifeTrainer(Trainer):
-    """A Trainer with AdamW on `param_groups` and checkpoints in a `CheckpointStore`.
-
-    Each item of its data set is a whole micro-batch. `settings` are arguments of the Trainer.
-    """
+    """A Trainer of whole micro-batches with AdamW on `param_groups` and checkpoints in a `CheckpointStore`."""
 
     def __init__(self, config: TrainConfig, store: CheckpointStore, **settings: Any) -> None:
         self.config, self.store = config, store
@@ -182,21 +178,20 @@ class FSDPTrainer(HalflifeTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         sharding.save(self.model, self._inner(), Path(output_dir))
         if self.args.should_save:
-            torch.save(self._schedule().state_dict(), Path(output_dir) / SCHEDULER)
+            schedule: Any = self.lr_scheduler
+            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Do nothing; `_load_optimizer_and_scheduler` loads the weights too."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            schedule: Any = self.lr_scheduler
             with loading(Path(checkpoint)):
                 sharding.load(self.model, self._inner(), Path(checkpoint))
-                self._schedule().load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
-            for group, rate in zip(self._inner().param_groups, self._schedule().get_last_lr(), strict=True):
+                schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+            for group, rate in zip(self._inner().param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate  # of the next step; a sharded checkpoint does not hold it
-
-    def _schedule(self) -> Any:
-        return self.lr_scheduler
 
     def _inner(self) -> torch.optim.Optimizer:
         """The optimiser without the wrapper of accelerate."""

@@ -187,11 +187,7 @@ class LinearMixer(DecayGate, HasMemory):
 
     @classmethod
     def complete(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options by name with the row's defaults. Mappings of options are merged.
-
-        Raises:
-            ValueError: an option that defines the row has another value.
-        """
+        """The options by name with the row's defaults, mappings merged; a ValueError for another fixed value."""
         for name, value in cls.fixed.items():
             if options.get(name, value) != value:
                 raise ValueError(f"{name} is {value!r} in {cls.__name__} and cannot change; got {options[name]!r}")
@@ -286,13 +282,9 @@ class LinearMixer(DecayGate, HasMemory):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
 
-        Queries and keys are activated, normalised and encoded (2 K channels under LRPE).
-
-        Args:
-            parts: the parts of the projection, after the short convolution.
-            shared_key: of the decay, or None for projected keys.
-            normed: whether queries and keys are unit vectors already.
-            kept: see `parts.rotary`.
+        Queries and keys are activated, normalised (unless they are `normed` already) and encoded (2 K channels under
+        LRPE). `parts` are those of the projection, after the short convolution, and `shared_key` is of the decay, None
+        for projected keys.
         """
         q, *projected, v = parts
         q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)

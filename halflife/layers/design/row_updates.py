@@ -23,10 +23,7 @@ from halflife.precision import ROOMY, Float32Module, inverse_softplus_of
 
 @dataclass(frozen=True, kw_only=True)
 class EraseWrite(Update):
-    """Gated DeltaNet-2's: an erase gate on the key's channels, and a write gate on the value's.
-
-    `allow_neg_eigval` is an option of the erase gate b.
-    """
+    """Gated DeltaNet-2's: an erase gate on the key's channels (`allow_neg_eigval`), and a write gate on the value's."""
 
     name, has_strength = "erase_write", False
 
@@ -81,10 +78,7 @@ class Feedback(Update):
 
 
 class FeedbackShare(nn.Module):
-    """Comba's two numbers of a head: the share σ(b) of the key that reads the state, and the weight d of its output.
-
-    Both start at fla's values: b = 1, and d = `correction`.
-    """
+    """Comba's σ(b), the share of the key that reads the state, and d, the weight of its output; fla's b starts at 1."""
 
     def __init__(self, num_heads: int, correction: float) -> None:
         super().__init__()

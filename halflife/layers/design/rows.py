@@ -66,10 +66,7 @@ class GatedDeltaNet(LinearMixer):
 
 @LAYERS.add("deltanet")
 class DeltaNet(GatedDeltaNet):
-    """DeltaNet (Yang et al. 2024): the delta rule without decay.
-
-    It equals Gated DeltaNet otherwise.
-    """
+    """DeltaNet (Yang et al. 2024): Gated DeltaNet without decay."""
 
     defaults: ClassVar[Options] = {**GatedDeltaNet.defaults, "decay": None}
 

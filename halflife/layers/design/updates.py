@@ -20,10 +20,7 @@ Block = Any  # a `LinearMixer`, whose module imports this one
 
 
 class Tokens(NamedTuple):
-    """What an update reads: the input x, queries, keys, values and log-decays, and the state before them.
-
-    `gain` is the factor of what is written, `[T, H]` or `[B, T, H]`, under `stretch_gain`.
-    """
+    """What an update reads. `gain` is the factor of what is written, `[T, H]` or `[B, T, H]`, under `stretch_gain`."""
 
     x: Tensor
     q: Tensor

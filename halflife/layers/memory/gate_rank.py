@@ -158,10 +158,7 @@ class GateRank(nn.Module):
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Run `ops.gate_rank` on `q, k, v, g, beta`, with the gate of the slow state computed from `x [B, T, D]`.
 
-        An `Unconvolved` q has k and v in it.
-
-        Returns:
-            `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
+        An `Unconvolved` q has k and v in it. The new states are `memory` (fast), `slow` and `slow_conv` (of the gate).
         """
         f = self.proj(x if self.trained or not torch.is_grad_enabled() else x.detach())
         initial = (state["memory"], state["slow"]) if "memory" in state else None
@@ -200,12 +197,11 @@ class GateRank(nn.Module):
         self.counts = sums
 
     def statistics(self) -> dict[str, float]:
-        """Return statistics of the training steps since the last call (on a GPU of the first one), or an empty dict.
+        """Statistics of the training steps since the last call (on a GPU of the first one), or an empty dict.
 
-        Returns:
-            `reset_rate`, the share of resets over tokens and heads; `segment_length`, the mean number of tokens between
-            resets, where a sequence without resets is one segment; and `slow_share`, the share of ‖slow‖² in
-            ‖fast‖² + ‖slow‖² of the final states.
+        `reset_rate` is the share of resets over tokens and heads; `segment_length` the mean number of tokens between
+        resets, where a sequence without resets is one segment; `slow_share` the share of ‖slow‖² in ‖fast‖² + ‖slow‖²
+        at the end.
         """
         if self.counts is None:
             return {}

@@ -64,11 +64,7 @@ class LogLinear(nn.Module):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
         packing: Packing, gain: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """Run the op on `q, k, gain ⊙ v, g`, with the weights of the levels computed from `x [B, T, D]`.
-
-        Returns:
-            `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`).
-        """
+        """`o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`)."""
         count, initial = self._num_states(x, state, packing), None
         if (memory := state.get("memory")) is not None:
             if memory.shape[2] < count:

@@ -54,10 +54,9 @@ def implements(
     op: str, backend: str, function: Callable[..., Any] | None = None, *,
     why_not: Callable[..., str | None] | None = None, steps: bool = False, traceable: bool = False,
 ) -> Callable[[Function], Function]:  # fmt: skip
-    """Register the decorated function, or `function`, as the `backend` of `op`.
+    """Register the decorated function, or `function`, as the `backend` of `op`, with the fields of `Implementation`.
 
     Implementations of an op on tokens take a `Call` and return `(o, final state)`. Those of a pass take its arguments.
-    See `Implementation` for the other arguments.
     """
 
     def register(function: Any) -> Any:
@@ -103,17 +102,14 @@ def why_not(op: str, backend: str, device: torch.device | str = "cpu", call: Any
 
 
 def available_backends(op: str, device: torch.device | str = "cpu") -> list[str]:
-    """Return the backends that can run `op` on `device`; the first one is the choice of `auto`.
-
-    Triton's interpreter (TRITON_INTERPRET=1 on a CPU) is for tests, which ask for it by name. It is not listed.
-    """
+    """The backends that can run `op` on `device`, that of `auto` first, without Triton's interpreter of the tests."""
     device = torch.device(device)
     listed = [name for name in registered(op) if name != "triton" or device.type == "cuda"]
     return [name for name in listed if why_not(op, name, device) is None]
 
 
 def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Callable[..., Any]:
-    """Return the implementation of `op` that runs on `device` (and this call, if given).
+    """The implementation of `op` that runs on `device` (and this call, if given).
 
     If `backend` is none of this op, or cannot run here, a ValueError gives the reason and the backends that can.
     """
@@ -146,10 +142,10 @@ def _traceable(op: str, backend: str) -> str:
 
 
 def implementation_of(call: Call, backend: str) -> Callable[[Call], Any]:
-    """Return the implementation that runs a call; see `choose`.
+    """The implementation that runs a call; see `choose`.
 
     A single token goes through the backend's step, if it has one. With "auto" that is the first step that can run it,
-    or else the token loop, which are the fastest forms while decoding. Under autograd it goes through the loop.
+    or else the token loop, as under autograd.
     """
     op, device = call.op, call.device
     if is_transformed():
@@ -179,11 +175,10 @@ def dispatch(
     op: str, tensors: Mapping[str, Any], initial_state: Any, cu_seqlens: Any, backend: str, output_final_state: bool,
     **settings: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Check the arguments of an op, choose its implementation and run it.
+    """Check the arguments of an op, choose its implementation and run it: the outputs, and the final state or None.
 
-    `settings` are `scale`, `chunk_size`, and the options of the op (see `Call`); `ops.linear_attention` describes the
-    rest. It returns the outputs in v's dtype, and the final state or None. A call whose initial state is float64 runs
-    in float64, also with other inputs, and so returns a float64 state.
+    `settings` are `scale`, `chunk_size`, and the options of the op (see `Call`). A call whose initial state is float64
+    runs in float64, also with other inputs, and so returns a float64 state.
     """
     call = Call.of(op, tensors, initial_state, cu_seqlens, **settings)
     dtype, call = call.output_dtype, call.widened()
@@ -258,8 +253,5 @@ def run_gpu_pass(
 
 
 def beside(backend: str) -> str:
-    """The backend of the norms, gates and convolutions of a layer whose op on a state runs by `backend`.
-
-    They stay in plain torch where that op does, and else run as is fastest.
-    """
+    """The backend of a layer's norms, gates and convolutions: plain torch where its op on a state has it too."""
     return "chunked" if backend in ("reference", "chunked", "mask") else "auto"

@@ -1,10 +1,9 @@
 """Results that are not kept for the backward pass, but computed again in it from the inputs of the op that gave them.
 
-Inside `recomputing(kinds)` every call of an op of these kinds is a region. Autograd keeps neither what the op saves nor
-its results, which later ops save; it keeps the region and its inputs, which are themselves results of regions or saved
-anyway. The first saved tensor that the backward pass asks for runs the op again, and all others of the region are taken
-from that run. Nothing else runs twice, in contrast to `torch.utils.checkpoint`, whose selective form runs the whole
-function again and keeps every result of the other ops, also those that no gradient needs.
+Inside `recomputing(kinds)` every call of an op of these kinds is a region. Autograd keeps the region and its inputs,
+and neither what the op saves nor its results. The first saved tensor that the backward pass asks for runs the op again,
+and all others of the region are taken from that run. Nothing else runs twice, in contrast to the selective form of
+`torch.utils.checkpoint`, which runs the whole function again and keeps every result of the other ops.
 
 Inside a compiled block torch's selective form chooses by the same kinds, because the compiler keeps only what is needed
 (`policy`).
@@ -96,12 +95,7 @@ class Recomputation:
 
 
 class _Region:
-    """One call of an op.
-
-    Attributes:
-        given: the storages of its arguments.
-        total: how many tensors autograd saves of it, which it asks for once in a backward pass.
-    """
+    """One call of an op, with the storages `given` to it, and the `total` of tensors that autograd saves of it."""
 
     def __init__(self, outer: Recomputation, function: Callable[..., Any], tensors: Sequence[Any]) -> None:
         self.outer, self.function = outer, function

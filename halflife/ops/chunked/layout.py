@@ -80,9 +80,8 @@ class Place(NamedTuple):
         return state_rows if self.layout.index is not None or state_rows is None else self.rows
 
     def take(self, x: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
-        """Copy a block of an aligned tensor: `[B, n·C, H, D]` → contiguous `[b, H, c, C, D]`; D may be absent.
-
-        Groups `[B, n·C, G, D]` are repeated for the heads of the block.
+        """Copy a block `[B, n·C, H or G, D]` → contiguous `[b, H, c, C, D]`, with groups repeated for heads; D may be
+        absent.
         """
         order = (0, 3, 1, 2, 4) if x.ndim == 4 else (0, 3, 1, 2)
         return each_head(self._part(x).permute(order), heads).to(dtype, memory_format=torch.contiguous_format)

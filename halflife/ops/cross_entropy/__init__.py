@@ -19,10 +19,7 @@ from halflife.ops.spec import OPS, define
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignored: int = -100, backend: str = "auto") -> Tensor:
-    """The losses `[...]` in nats, in float32 or wider, of `logits [..., V]` and integers `labels [...]`.
-
-    Those of labels that are `ignored` are 0, without gradients.
-    """
+    """The losses `[...]` in nats, in float32 or wider, of `logits [..., V]` and `labels [...]`; 0 if `ignored`."""
     return run_pass("cross_entropy", backend, (logits, labels), ignored)
 
 
@@ -58,8 +55,7 @@ def losses_and_errors(
 ) -> tuple[Tensor, Tensor]:
     """The losses `[N]` of `logits [N, V]`, and `factor` times their gradients `[N, V]`; without autograd.
 
-    The factor is a number in the dtype of the losses, and the gradients are in that of the logits. The logits must not
-    be read afterwards, because the gradients may take their place.
+    The factor has the dtype of the losses. The gradients have that of the logits, whose place they may take.
     """
     if takes_place(logits, labels, backend):
         losses, *sums = triton.custom_op("cross_entropy")(logits, labels, ignored)

@@ -63,11 +63,6 @@ def sum_decay(total: Tensor, slowest: Tensor) -> SumDecay:
     )
 
 
-def token_decay(g: Tensor | None) -> SumDecay | None:
-    """The decay of one token with the log-decays `g [N, H, 1 or R]`."""
-    return None if g is None else sum_decay(g, g.amax(-1, keepdim=True))
-
-
 def _suffix_sums(g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The sums of g from each token on, with the token and without it. No differences, so that −∞ is a log-decay."""
     through = g.flip(dim).cumsum(dim).flip(dim)

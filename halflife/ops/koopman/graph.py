@@ -98,13 +98,10 @@ class Timeline:
         self.first = self.sequence * self.chunks  # the first chunk of each sequence, of all rows together
         if self.packed:
             self.first = (self.full + 1).cumsum(0) - self.full - 1
-            self.of_chunk = self._sequence_of_chunk(device)
-            self.starts = (self.first[self.of_chunk] == torch.arange(self.chunks, device=device)).view(-1, 1, 1)
+            chunk = torch.arange(self.chunks, device=device)
+            self.of_chunk = torch.searchsorted(self.first, chunk, right=True) - 1  # the sequence of each chunk
+            self.starts = (self.first[self.of_chunk] == chunk).view(-1, 1, 1)
         self.slots = self._slots(memory, packing)
-
-    def _sequence_of_chunk(self, device: torch.device) -> Tensor:
-        """The sequence of each chunk of packed sequences `[n]`."""
-        return torch.searchsorted(self.first, torch.arange(self.chunks, device=device), right=True) - 1
 
     def _slots(self, memory: KoopmanMemory, packing: Packing) -> Tensor:
         """The place of each token in all rows together `[B T]`."""
@@ -155,14 +152,11 @@ class Timeline:
         rank, width = tokens.keys.shape[-1], tokens.values.shape[-1]
         updates = tokens.keys.mT @ torch.cat([tokens.keys, tokens.previous, tokens.values], -1)
         first = torch.cat([initial.gram, initial.transition, initial.values.mT], -1)
-        sums = self._scan(updates, first, _logs(tokens.decay, rank, width))
+        entries, logs = self._entries(updates, first, _logs(tokens.decay, rank, width))
+        sums = running(entries, logs) if torch.compiler.is_exporting() else _Running.apply(entries, logs)
         decay = None if tokens.decay is None else tokens.decay.norm
         norms, decay = self._entries(tokens.norms.amax(-1), initial.norm, decay)
         return sums, running_norms(norms, decay)
-
-    def _scan(self, updates: Tensor, first: Tensor, logs: Tensor | None) -> Tensor:
-        entries, logs = self._entries(updates, first, logs)
-        return running(entries, logs) if torch.compiler.is_exporting() else _Running.apply(entries, logs)
 
     def _entries(self, updates: Tensor, first: Tensor, logs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What a running sum adds at each step, and the log-decay of the sum before it; the first step has none."""
@@ -230,10 +224,7 @@ def _logs(decay: SumDecay | None, rank: int, width: int) -> Tensor | None:
 
 
 def running(x: Tensor, logs: Tensor | None, backwards: bool = False) -> Tensor:
-    """Running sums `s_c = e^{logs_c} s_{c−1} + x_c` along axis 0, in log n steps; None is no decay.
-
-    With `backwards`, `s_c = e^{logs_{c+1}} s_{c+1} + x_c`.
-    """
+    """Running sums `s_c = e^{logs_c} s_{c−1} + x_c` along axis 0, or `s_c = e^{logs_{c+1}} s_{c+1} + x_c`."""
     if logs is None:
         return x.flip(0).cumsum(0).flip(0) if backwards else x.cumsum(0)
     if backwards:

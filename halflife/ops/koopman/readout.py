@@ -18,10 +18,9 @@ Product = Callable[[Tensor], Tensor]  # applies matrices to the rows of a tensor
 
 
 class KoopmanReadout:
-    """The power filter `y = C Σ μ_i x_i` with the op's γ, μ, ε and K (see `koopman.op`).
+    """The power filter `y = C Σ μ_i x_i` with the op's γ, μ, `ridge` ε and K (see `koopman.op`).
 
     Attributes:
-        ridge: ε.
         mix: μ as it is given, one per head, `[H, 1, 1]`; one per power and head, `[K + 1, H, 1, 1]`.
         weights: μ_0, …, μ_K, `[K + 1, H, 1, 1]`. One μ a head stands for `(1 − μ, 0, …, 0, μ)`.
     """
@@ -50,10 +49,7 @@ class KoopmanReadout:
         return torch.stack([first, *(torch.zeros_like(first) for _ in range(self.power - 1)), self.mix])
 
     def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Count]:
-        """Read operators with `q [n, H, S, R]` through Cholesky factors; `norm [n, H]` replaces the m² of `sums`.
-
-        It returns the outputs `[n, H, S, P]`, and `Factor.retries`.
-        """
+        """The outputs `[n, H, S, P]` of `q [n, H, S, R]`, and `Factor.retries`; `norm [n, H]` replaces that of sums."""
         if self.operator == "main_text":
             factor = inverse_factor(sums if norm is None else sums._replace(norm=norm), self.ridge)
             return self._read_main_text(factor.matrix, sums, norm, q), factor.retries
@@ -99,10 +95,7 @@ POWER_ITERATIONS = 6
 
 @torch.no_grad()
 def largest_singular_value(a: Tensor) -> Tensor:
-    """Estimate σ_max of `a [..., R, R]` as the paper does, `[..., 1, 1]`, without a gradient.
-
-    Six power iterations start from the vector of ones; the paper does not give the start.
-    """
+    """σ_max of `a [..., R, R]` as the paper has it, `[..., 1, 1]`, without a gradient; its start, ones, is ours."""
     x = a.new_ones(*a.shape[:-1], 1)
     for _ in range(POWER_ITERATIONS):
         x = F.normalize(a.mT @ (a @ x), dim=-2)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.arguments import may_branch
-from halflife.ops.koopman.decays import SumDecay, Weighted, token_decay, weigh_tokens
+from halflife.ops.koopman.decays import SumDecay, Weighted, sum_decay, weigh_tokens
 from halflife.ops.slow_decay import split_decay
 from halflife.packing import Packing
 from halflife.precision import compute_dtype
@@ -153,10 +153,7 @@ def memory_after(
 def initial_memory(
     state: KoopmanState | None, k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int = 0
 ) -> KoopmanMemory:
-    """A user's state as a memory in the compute dtype; None means a blank one.
-
-    A state without decays can be continued with decays. Its pending tokens then have the log-decay 0.
-    """
+    """A user's state, or None for a blank one, in the compute dtype; pending tokens without decays get 0."""
     if state is None:
         return blank(k, v, sequences, chunk_size, decays)
     if not decays and "pending_decays" in state:
@@ -269,5 +266,6 @@ def add_to_sums(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -
         )
     else:
         last = (memory.last * (g / 2).exp()).unsqueeze(-2)
-        added = Sums(key * row, key * last, v.unsqueeze(-1) * row, norm).after(sums, token_decay(g))
+        decay = None if g is None else sum_decay(g, g.amax(-1, keepdim=True))
+        added = Sums(key * row, key * last, v.unsqueeze(-1) * row, norm).after(sums, decay)
     return memory._replace(sums=added, last=k)
