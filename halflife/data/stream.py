@@ -3,7 +3,7 @@
 The cache of a stream is a folder. Its name is a digest of the revision, the tokenizer, the fields and the split
 fractions, but not of the number of tokens: a later request for more tokens appends to it. It holds `<split>.tokens`,
 `<split>.offsets` as in `halflife.data.store`, and `records.jsonl`. A record is written after each `CHUNK` of text. It
-has the counts so far, and where the stream stands, so that an interrupted download continues there.
+has the counts so far, and where the stream stands.
 """
 
 from __future__ import annotations

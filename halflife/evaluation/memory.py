@@ -1,9 +1,8 @@
 """Bytes of a model's state of one sequence at any length, and the length from which a KV cache is larger.
 
-The sizes are measured on the states of a small real model, which reads a few tokens one by one as in decoding. Every
-tensor of a state has constant size, grows linearly with the number of tokens, or has one part for each binary digit of
-that number (log-linear attention). This is checked, and it gives the size at every length. Counters (integer tensors
-such as the position) are not counted.
+They are measured on a small real model that reads a few tokens. Every tensor of a state has constant size, grows
+linearly with the number of tokens, or has one part for each binary digit of that number (log-linear attention). This is
+checked, and gives the size at every length. Counters (integer tensors such as the position) are not counted.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class HalflifeCache:
 
     Args:
         state: the model's state, one row for each sequence; None before the first token.
-        seen: columns of the batch that the model has read, padding included; None means the longest sequence's tokens.
+        seen: columns of the batch that were read, padding included; None means the longest sequence's tokens.
         static: whether `generate` may compile the forward pass, as with a static cache of transformers.
 
     Attributes:

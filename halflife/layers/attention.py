@@ -26,7 +26,6 @@ class Attention(Mixer):
     last W − 1 tokens of each sequence, `[N, W − 1, H_kv, K]` with the last token at the end, and does not grow.
 
     Args:
-        place: a group of options, with the query heads H.
         num_kv_heads: heads of keys and values, each shared by H / num_kv_heads query heads; None means H.
         head_dim: K; None means D / H.
         rope_base: base of the rotary frequencies.

@@ -60,7 +60,6 @@ class Mamba2(HasMemory, Mixer):
     `decay_options={"min_step": …, "max_step": …}` limits Δ.
 
     Args:
-        place, decay, memory, run: groups of options.
         expand: inner width divided by hidden_size.
         head_dim: V, channels per head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
@@ -68,8 +67,7 @@ class Mamba2(HasMemory, Mixer):
         conv_size: taps of the short convolution.
         stretch_gain: whether PoST stretches Δ in the input Δ x as in the decay, so that the stationary size of the
             state does not grow with the position. The paper leaves the input alone (§5.2).
-        output_norm: "after_gate"; "before_gate", `RMSNorm(y) ⊙ silu(z)`; or "none", `y ⊙ silu(z)` (Falcon-H1 has
-            both).
+        output_norm: "after_gate"; "before_gate", `RMSNorm(y) ⊙ silu(z)`; or "none", `y ⊙ silu(z)` (Falcon-H1 has both).
         norm_per_head: whether that norm takes each head alone. By default it takes all heads of a group together, so
             that a head whose state grows shrinks the others.
         norm_eps: eps of that norm.

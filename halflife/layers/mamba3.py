@@ -52,8 +52,8 @@ class NormBias(Float32Module):
 class Mamba3(HasMemory, Mixer):
     """Mamba-3 (Lahoti et al. 2026): Mamba-2 with trapezoidal steps and a data-dependent rotation.
 
-    `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's.
-    `λ = σ(l)` is the share of a step's input that is taken at the end of the step:
+    `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's. `λ =
+    σ(l)` is the share of a step's input that is taken at the end of the step:
 
         φ_t = φ_{t−1} + Δ_t π tanh(r_t),   k_t = R(φ_t) (norm(B_t) + b),   q_t = R(φ_t) (norm(C_t) + c)
         S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t k_{t−1} x_{t−1}ᵀ) + λ_t Δ_t k_t x_tᵀ,   y_t = S_tᵀ q_t + D x_t
@@ -65,7 +65,6 @@ class Mamba3(HasMemory, Mixer):
     with a higher rank MIMO (`MIMO`).
 
     Args:
-        place, decay, memory, run: groups of options.
         expand: inner width divided by hidden_size.
         head_dim: V, channels per head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
@@ -78,8 +77,8 @@ class Mamba3(HasMemory, Mixer):
             authors has it.
         norm_eps: eps of all norms.
 
-    The state holds `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and its φ as
-    `angle [N, H, P]` in turns of 2π, between −½ and ½.
+    The state holds `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and its φ as `angle
+    [N, H, P]` in turns of 2π, between −½ and ½.
 
     Raises:
         ValueError: a number of heads or groups does not divide, the rotated channels do not pair up, or the decay has
@@ -234,18 +233,17 @@ class ChosenRateDecay(Decay):
 class EchoMamba3(Mixer):
     """Mamba-3 as the block of Echo's Appendix G, 121,600 parameters at D = 128 and 4 heads.
 
-    `[z, x, b, c, f, a, l, ω] = u W`, x goes through a short convolution with SiLU, and with `Δ = softplus(f)`,
-    `α = e^{−Δ softplus(a)}` and `λ = σ(l)` in each head
+    `[z, x, b, c, f, a, l, ω] = u W`, x goes through a short convolution with SiLU, and with `Δ = softplus(f)`, `α =
+    e^{−Δ softplus(a)}` and `λ = σ(l)` in each head
 
         φ_t = φ_{t−1} + Δ_t ω_t,   k_t = R(φ_t) b_t,   q_t = R(φ_t) c_t
         S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t k_{t−1} x_{t−1}ᵀ) + λ_t Δ_t k_t x_tᵀ,   y_t = S_tᵀ q_t
 
     The output is `(y ⊙ silu(z)) W_o`. Every head has its own b, c and angles, and all K channels are rotated. The paper
-    names all parts but z and ω. Their 256 + 32 columns are what its number of parameters needs.
-    Source: Echo, Appendices B.1, G.1 and G.5, and the counts of §4.1.
+    does not name z and ω, whose 256 + 32 columns its number of parameters needs. Source: Echo, Appendices B.1, G.1 and
+    G.5, and the counts of §4.1.
 
     Args:
-        place, run: groups of options.
         expand: inner width divided by hidden_size.
         state_size: K, rows of the state of a head, which must be even.
         conv_size: taps of the short convolution.

@@ -104,12 +104,10 @@ class Mixer(nn.Module):
             state: the state after the previous piece, one row per sequence, or None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), or the `Packing` of x.
             attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
-            shared: tensors that all layers of one forward pass share: values that a layer passes to later ones
-                (RWKV-7's first values) and inputs of all layers (SKA's action mask).
+            shared: tensors that all layers of one forward pass share: RWKV-7's first values, SKA's action mask.
 
         Returns:
-            `y [B, T, D]` and the new state. Its tensors keep no other memory alive, such as the activations of x. A
-            part that these tokens do not change may be the tensor that was given.
+            `y [B, T, D]` and the new state. Its tensors keep no other memory alive.
 
         Raises:
             ValueError: cu_seqlens and attention_mask are both given, or a shape does not fit.

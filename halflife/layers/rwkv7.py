@@ -87,11 +87,11 @@ class RWKV7(Shifting):
         S_t = (diag(w_t) − (κ̂_t ⊙ a_t) κ̂_tᵀ) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ r_t
         y = ((HeadNorm(o) + (Σ_K r ⊙ k ⊙ r_k) v) ⊙ g) W_o
 
-    As in the authors' code, `out_proj` and the first map of each LoRA start at zero. The first layer passes its values
-    to deeper ones through `shared`. Without `shared`, a deeper layer uses its values as they are.
+    As in the authors' code, `out_proj` and the first map of each LoRA start at zero, and initial values depend on the
+    index of the layer. The first layer passes its values to deeper ones through `shared`. Without `shared`, a deeper
+    layer uses its values as they are.
 
     Args:
-        place, run: groups of options. Initial values depend on the index of the layer.
         head_dim: K = V; None means D / H.
         decay_rank, iclr_rank, value_rank, gate_rank: widths of the LoRAs (a is the "in-context learning rate"). None
             means about 2.5 √D · K/64 for the first two, 1.7 √D · K/64 and 5 √D, in multiples of 32.

@@ -32,9 +32,8 @@ def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iter
     `recompute` is what the backward pass computes again: "blocks", or some of `backends.dispatch.KINDS`.
 
     Yields:
-        A function that returns how many graphs were compiled so far. A batch of another kind compiles again: the first
-        one, the first of another length (whose graphs then hold for every length, but in Mamba-3 and log-linear and
-        forgetting attention), packed documents, and a single one.
+        A function that returns how many graphs were compiled so far. Batches of another length, packed documents and
+        single ones compile again.
     """
     from torch._dynamo import config
     from torch._dynamo.utils import counters

@@ -22,7 +22,7 @@ MAX_LAYERS = 1000  # a damaged config.json with a million would take an hour to 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that `LanguageModel` is built from.
+    """What `LanguageModel` is built from.
 
     Attributes:
         name: name of the preset, for tables.
@@ -32,9 +32,9 @@ class ModelConfig:
         mixer: sequence mixer of every block, a name of `layers.LAYERS`.
         mixer_options: options of the mixer.
         hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty. With
-            `"attach": "beside"` the second mixer comes after the first one and reads the residual stream without a
-            norm (Echo, Appendix G.1). Otherwise it takes the place of the first. With `"norm_place": "after"` these
-            blocks have their norms after mixer and MLP (OLMo).
+            `"attach": "beside"` the second mixer comes after the first one and reads the residual stream without a norm
+            (Echo, Appendix G.1). Otherwise it takes the place of the first. With `"norm_place": "after"` these blocks
+            have their norms after mixer and MLP (OLMo).
         more_hybrids: further kinds of layers, each a mapping like `hybrid`. No two kinds share a layer.
         mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "koopman_paper" or "koopman_gated_paper" (Echo's with
             clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP (as in

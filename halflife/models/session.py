@@ -56,7 +56,7 @@ def next_token(model: LanguageModel, ids: Tensor, state: ModelState | None) -> D
 class Session:
     """One sequence, read and written in pieces of any size. The session stores only the model's state.
 
-    Its memory does not grow with the sequence, except in softmax attention, whose cache grows.
+    Its memory grows with the sequence in softmax attention alone.
 
         session = Session(model).feed("The capital of France is")
         draft = session.fork()
@@ -68,8 +68,8 @@ class Session:
         decode: the tokenizer's function from ids to text; None as above.
         piece_size: number of tokens that the model reads at once; it bounds the memory that a long text needs.
         state_dtype: torch.float64 keeps the matrices of linear and delta updates (and the slow states of GateRank) in
-            float64 from the second piece on, for streams of hundreds of thousands of tokens (`docs/streaming.md`). They
-            then take twice the memory. The sums of Koopman attention keep their dtype. None keeps all dtypes.
+            float64 from the second piece on, for streams of hundreds of thousands of tokens (`docs/streaming.md`). None
+            keeps all dtypes.
 
     Attributes:
         state: the model's state, or None before the first token. Its tensors are never modified.

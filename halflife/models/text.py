@@ -25,8 +25,8 @@ class TextStream:
     """The text of tokens as they come, which together is what `decode` says of all tokens.
 
     A token's text may depend on earlier tokens, so these are decoded together with it. A character appears with the
-    last token that it needs. Characters that a later token may change wait. With byte fallback, one wrong byte makes
-    the whole run of bytes unreadable, so the run waits for its end. Characters that may begin a stop string wait too.
+    last token that it needs. Characters that a later token may change wait. A run of bytes waits for its end, because
+    one wrong byte makes all unreadable. Characters that may begin a stop string wait too.
 
     Args:
         decode: the tokenizer's function from ids to text; None for bytes.

@@ -44,8 +44,7 @@ class Economy(TextTask):
         min_gap, max_gap: least and largest number of characters of the gap; the number is uniform between them.
 
     Chance is 1/10. `shortcut_accuracy` is the share of the most common count. It is estimated from 32,768 episodes with
-    a fixed seed (standard error at most 0.003), and is 0.15 for the easy tier and 0.12 for the hard tier. Playing the
-    whole game and then naming the count that most agents and goods have scores 0.35 and 0.26.
+    a fixed seed (standard error at most 0.003), and is 0.15 for the easy tier and 0.12 for the hard tier.
 
     Slices: `length`, `num_steps`, `num_rejected`, `gap`. Source: Echo, Appendix G.4, which leaves the rules open; they
     are in docs/tasks.md.

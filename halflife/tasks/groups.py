@@ -40,7 +40,7 @@ class GroupWords(Task):
         words: "all", or "swaps" for words of transpositions of s3 or s5. Transpositions generate the whole group, so
             the products are as hard to track. But a transposition is a reflection, which is one step of a delta rule
             with β = 2, while an element of S5 takes up to four steps (Grazzi et al. 2025, who test both). "mixed" is
-            ours: one letter of eight is any element and the others are transpositions, a step between the two.
+            ours: one letter of eight is any element, the others are transpositions.
 
     Chance is 1/|G| at every position. For swaps it is 2/|G|, because their number determines whether the product is
     even. `shortcut_accuracy` is the accuracy of an answer that knows the last token and the likeliest product before

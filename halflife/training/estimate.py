@@ -1,9 +1,8 @@
 """What a training run will need, from its configuration alone: parameters, memory and floating-point operations.
 
 Nothing is trained. The blocks of a model have equal shapes, so models of two and three layers are counted and the rest
-is extrapolated. They are built from fake tensors, which have shapes and no values. Spectral Koopman attention reads
-values, so one layer of it is built in memory. The ops are those of this machine's CPU. Kernels of a GPU save other
-tensors for the backward pass.
+is extrapolated. They are built from fake tensors, which have shapes and no values. Koopman attention reads values, so
+one layer of it is built in memory. The ops are those of this machine's CPU; a GPU's save other tensors.
 """
 
 from __future__ import annotations

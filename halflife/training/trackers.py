@@ -1,7 +1,7 @@
 """Reports a run to wandb, trackio, MLflow or TensorBoard, through the Trainer's own callbacks (`report_to`).
 
-The Trainer's callbacks report what the Trainer logs: loss, learning rate, norm of the gradient. `Tracking` gives the
-same callbacks the other entries of `metrics.jsonl`, and gives their libraries the settings of the run and figures.
+They report what the Trainer logs. `Tracking` gives them the other entries of `metrics.jsonl`, and their libraries
+settings and figures.
 """
 
 from __future__ import annotations

@@ -105,9 +105,6 @@ class LinearMixer(DecayGate, HasMemory):
     The defaults are those of the Decay Linear Transformer (Decay, §3): SiLU on queries and keys, a low-rank sigmoid
     output gate, then an RMS norm. GLA, RetNet, DeltaNet and others are rows: this block with other defaults.
 
-    Args:
-        place, keys, decay, update, memory, output, run: groups of options.
-
     Class attributes:
         defaults: options of a row whose defaults are other ones. A function takes the options given.
         fixed: options that define a row and cannot change.

@@ -36,8 +36,8 @@ class Tokens(NamedTuple):
 class Update:
     """How a token changes the state of the block.
 
-    Its maps are children of the block, so they have the names that checkpoints know. The block has `beta_proj`, the
-    projection to the writing strengths β, where the update `has_strength`.
+    Its maps are children of the block, for the names in checkpoints. Where it `has_strength`, the block has
+    `beta_proj`.
 
     Class attributes:
         name: what messages call it.

@@ -120,7 +120,7 @@ class GateRank(nn.Module):
         reset_rate, conv_size, gates, bias, rate_start: see `SlowGate`.
         reset_law: see `ops.gate_rank`.
         trained: whether the gate is trained. Without, its parameters stay as they start, and no gradient flows through
-            it into x, which tells the effect of a second state from that of a learned gate.
+            it into x.
     """
 
     # x of unit mean square gives f of unit variance

@@ -40,8 +40,8 @@ class LogLinear(nn.Module):
 
     Args:
         num_levels: L. The last level also holds the tokens of all higher ones. T tokens have log2 T + 1 levels. A head
-            stores L − 1 states at most. On a CPU it stores those that can have content, which are as many as the
-            position has binary digits. Elsewhere, and in compiled code, a shape cannot depend on the position.
+            stores L − 1 states at most. On a CPU it stores those that can have content, as many as the position has
+            binary digits.
     """
 
     reads_longest = loops_over_length = True  # see `models.compiled`

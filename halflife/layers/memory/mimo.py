@@ -23,9 +23,8 @@ class MIMO(Float32Module):
         y_t = Σ_r w^o_r ⊙ (S_tᵀ q_{t,r} + D v_{t,r}) ⊙ silu(w^z_r ⊙ z_t)
 
     The R writes of a token are R rows of one linear attention, of which the first one decays. A query reads the rows up
-    to its own, and products of R × R keys and queries add the others.
-    Source: Lahoti et al. 2026, "Mamba-3", and its released code, whose initial values w^x = w^o = 1/R and w^z = 1 these
-    are.
+    to its own, and products of R × R keys and queries add the others. Source: Lahoti et al. 2026, "Mamba-3", and its
+    released code, with w^x = w^o = 1/R and w^z = 1 at the start.
     """
 
     pass_backend = "auto"  # see `parts.set_backend`
