@@ -221,7 +221,7 @@ def test_sharded_parameters(chunks, tie):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         sharded = Objective(shards)
-        sharding.shard(sharded, init_device_mesh("cpu", (1,)))
+        sharding.fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
         value = sharded(ids, ids)["loss"]
         value.backward()
         torch.testing.assert_close(value.detach(), expected[0])

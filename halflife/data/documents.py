@@ -58,9 +58,7 @@ def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[by
 
 
 def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None = None) -> list[Path]:
-    """The files of `sources` in order, sorted in a glob or folder, without duplicates; data sets are downloaded to
-    `cache`.
-    """
+    """The files of `sources` in order, sorted in a glob or folder, each once; data sets are downloaded to `cache`."""
     if not sources:
         raise ValueError("a corpus needs at least one source")
     files: dict[Path, Path] = {}

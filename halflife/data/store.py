@@ -127,9 +127,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The index of the cache `folder` of the corpus `key`; if it is missing or damaged, `make` writes it into a new
-    folder.
-    """
+    """The index of the cache `folder` of the corpus `key`; if missing or damaged, `make` writes a new folder."""
     reason = None
     if folder.exists():
         try:

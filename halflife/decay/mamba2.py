@@ -150,10 +150,7 @@ class Mamba2NoRate(Mamba2Decay):
 
 @DECAYS.add("mamba2_no_dt")
 class Mamba2NoStepBias(Mamba2Decay):
-    """λ = σ(−f)^{exp A}: Mamba-2's decay without Δ.
-
-    g = −e^A softplus(f). Source: Decay, Table 1.
-    """
+    """λ = σ(−f)^{exp A}: Mamba-2's decay without Δ, g = −e^A softplus(f). Source: Decay, Table 1."""
 
     has_step_bias = False
 

@@ -184,9 +184,7 @@ def geometric_rates(channels: int, length: float, low: float | None = None, high
 
 
 def taper(channels: int) -> Tensor:
-    """The exponents α_k = (N−k)/(N−1) of Theorem 4.11, `[N]`: 1 for the slowest channel, 0 for the fastest, or the only
-    one.
-    """
+    """Exponents α_k = (N−k)/(N−1) of Theorem 4.11, `[N]`: 1 for the slowest channel, 0 for the fastest or only one."""
     return torch.linspace(1, 0, channels, dtype=torch.float64) if channels > 1 else torch.zeros(1).double()
 
 

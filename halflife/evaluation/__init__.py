@@ -10,9 +10,7 @@ from halflife.ops.linear import fast_linears
 
 @contextmanager
 def evaluating(model: object) -> Iterator[None]:
-    """Switch a model, unless it is read in place, to evaluation mode and the fastest linear maps; afterwards all is as
-    before.
-    """
+    """Inside, a model (unless it is read in place) is in evaluation mode with the fastest linear maps."""
     if not isinstance(model, nn.Module):
         yield
         return

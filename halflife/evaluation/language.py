@@ -126,9 +126,7 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
 
 
 def blocked_error(losses: Tensor) -> float:
-    """The standard error of the mean of dependent losses `[T]`, by `BLOCKS` equal blocks; NaN for fewer tokens than
-    blocks.
-    """
+    """The standard error of the mean of dependent losses `[T]`, by `BLOCKS` equal blocks; NaN for fewer tokens."""
     if len(losses) < BLOCKS:
         return math.nan
     means = losses[: len(losses) // BLOCKS * BLOCKS].view(BLOCKS, -1).mean(1)

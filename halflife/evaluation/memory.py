@@ -19,7 +19,8 @@ import torch
 from halflife.layers import State
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import PRESETS, LanguageModel, ModelConfig, preset
-from halflife.registry import check_choice, unknown
+from halflife.models.lm import on_meta
+from halflife.registry import check_choice
 
 PROBES = (1, 2, 4)  # lengths in tokens; two would not show whether a size grows linearly
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,9 +31,7 @@ SKA_PENDING = ("pending_keys", "pending_values", "pending_decays")  # the last w
 
 @dataclass(frozen=True)
 class StateSize:
-    """`constant + per_token · T + per_digit · min(digits(T), most_digits)` numbers or bytes after T tokens, in binary
-    digits.
-    """
+    """`constant + per_token · T + per_digit · min(binary digits of T, most_digits)` numbers or bytes after T tokens."""
 
     constant: int = 0
     per_token: int = 0
@@ -178,8 +177,7 @@ def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -
 
 def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
     check_choice("dtype", dtype, DTYPES)
-    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
-        raise unknown("cache dtype", cache_dtype, list(CACHE_DTYPES))
+    check_choice("cache dtype", cache_dtype or dtype, CACHE_DTYPES)
 
 
 def ska_state_size(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> int:
@@ -272,11 +270,9 @@ def measure_memory(
 def _model_row(
     config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: StateSize
 ) -> dict[str, Any]:
-    with torch.device("meta"):
-        parameters = LanguageModel(config).num_parameters()
     size = model_state_size(states)
     return {
-        "model": config.name, "parameters": parameters, **dataclasses.asdict(size),
+        "model": config.name, "parameters": on_meta(config).num_parameters(), **dataclasses.asdict(size),
         "bytes": [size.at(length) for length in lengths], "smaller_from": size.smaller_from(cache),
         "layers": [
             {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.profiler import DeviceType, ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
 
 from halflife.decay import Decay
 from halflife.files import PROFILE_CSV, TRACE_JSON, write_text
@@ -28,7 +29,7 @@ PASSES = ("convolution", "norms and gates", "decays", "op", "projections", "loss
 _PREFIX, _BACKWARD, _OPTIMISER = "pass: ", "autograd::engine::evaluate_function", "Optimizer."
 
 
-class Profile:
+class Profile(TrainerCallback):
     """Profiles a few steps of a training of `objective`, and writes `TRACE_JSON` and `PROFILE_CSV` into a folder."""
 
     def __init__(self, objective: nn.Module, folder: Path, device: torch.device) -> None:
@@ -38,21 +39,19 @@ class Profile:
         self._profiler: profile | None = None
         self._steps = self._seen = 0
 
-    def begin(self, steps: int) -> None:
-        """Before a step of `steps`."""
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._seen += 1
-        if self._profiler is None and self._seen == min(SKIPPED, steps - 1) + 1:
+        if self._profiler is None and self._seen == min(SKIPPED, state.max_steps - 1) + 1:
             self._hooks = ranges(self.objective)
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_device]
             self._profiler = profile(activities=activities, acc_events=True)
             self._profiler.start()
 
-    def end(self, last: bool, writes: bool) -> None:
-        """After a step; `writes` in one process."""
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._hooks:
             self._steps += 1
-            if self._steps == PROFILED or last:
-                self._finish(writes)
+            if self._steps == PROFILED or state.global_step == state.max_steps:
+                self._finish(state.is_world_process_zero)
 
     def _finish(self, writes: bool) -> None:
         assert self._profiler is not None

@@ -30,19 +30,6 @@ class _Names:
 class HalflifeBlock(GradientCheckpointingLayer, Block):
     """A `Block` whose tensors are positional arguments and results, as reentrant checkpointing needs."""
 
-    @classmethod
-    def of(cls, block: Block) -> HalflifeBlock:
-        """Return a block with the parts of `block`."""
-        new: Any = copy.copy(block)  # the two share the dict of their parts
-        new.__class__ = cls
-        return new
-
-    def plain(self) -> Block:
-        """Return a `Block` with the parts of this one."""
-        new: Any = copy.copy(self)
-        new.__class__ = Block
-        return new
-
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, *tensors: Tensor, names: _Names, packing: Packing
     ) -> tuple[Tensor, ...]:
@@ -51,6 +38,13 @@ class HalflifeBlock(GradientCheckpointingLayer, Block):
         y, new = super().forward(x, state, packing, shared)
         names.after = _Names(new, shared)
         return y, *new.values(), *shared.values()
+
+
+def as_kind(block: Block, kind: type[Block]) -> Any:
+    """A block of another class with the parts of `block`."""
+    new: Any = copy.copy(block)  # the two share the dict of their parts
+    new.__class__ = kind
+    return new
 
 
 def run(block: nn.Module, x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:

@@ -11,11 +11,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from halflife.hf.block import as_kind
 from halflife.hf.config import HalflifeConfig
 from halflife.hf.generation import HalflifeGenerationMixin
 from halflife.hf.model import HalflifeModel, HalflifePreTrainedModel
 from halflife.models import LanguageModel, checkpoint
 from halflife.models import loss as large
+from halflife.models.lm import Block, on_meta
 from halflife.tasks import IGNORED
 
 
@@ -59,11 +61,10 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
 
     def to_halflife(self) -> LanguageModel:
         """Return a `LanguageModel` that shares the parameters, for the other tools of this library."""
-        with torch.device("meta"):
-            model = LanguageModel(self.config.model_config())
+        model = on_meta(self.config.model_config())
         for name in ("embedding", "embedding_norm", "tpe", "norm"):
             setattr(model, name, getattr(self.model, name))
-        model.blocks = nn.ModuleList(block.plain() for block in self.model.blocks)  # pyright: ignore
+        model.blocks = nn.ModuleList(as_kind(block, Block) for block in self.model.blocks)  # pyright: ignore
         model.head = None if self.config.tie_word_embeddings else self.lm_head
         return model.train(self.training)
 

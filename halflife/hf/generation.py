@@ -96,9 +96,7 @@ class HalflifeGenerationMixin(_Mixin):
         mask, tokens = inputs.get("attention_mask"), inputs.get("inputs_embeds", inputs.get("input_ids"))
         if mask is not None:
             earlier = mask.shape[1] - tokens.shape[1]
-            if (
-                past is None or earlier in (0, past.seen) or past.recording
-            ):  # else it does not fit, which the model says
+            if past is None or earlier in (0, past.seen) or past.recording:  # else the model says that it does not fit
                 mask = inputs["attention_mask"] = mask[:, earlier:]
                 if mask.all():  # a compiled graph cannot ask that
                     del inputs["attention_mask"]

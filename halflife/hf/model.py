@@ -16,7 +16,7 @@ from halflife import layers
 from halflife.extras import install_anywhere
 from halflife.files import write_text
 from halflife.hf import quantization, weight_decay
-from halflife.hf.block import HalflifeBlock, run
+from halflife.hf.block import HalflifeBlock, as_kind, run
 from halflife.hf.cache import HalflifeCache
 from halflife.hf.config import AUTO_FILE, HalflifeConfig
 from halflife.hf.sequences import boundaries, check_others
@@ -86,7 +86,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         network = LanguageModel(config.model_config()) if network is None else network
         self.embedding, self.embedding_norm = network.embedding, network.embedding_norm
         self.embedding_dropout, self.tpe = network.embedding_dropout, network.tpe
-        self.blocks = nn.ModuleList(HalflifeBlock.of(block) for block in network.blocks)  # pyright: ignore[reportArgumentType]
+        self.blocks = nn.ModuleList(as_kind(block, HalflifeBlock) for block in network.blocks)  # pyright: ignore[reportArgumentType]
         self.norm = network.norm
         if not self.embedding.weight.is_meta:
             for module in self.modules():  # `post_init` would initialise every module without this mark again

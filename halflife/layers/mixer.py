@@ -104,7 +104,8 @@ class Mixer(nn.Module):
             state: the state after the previous piece, one row per sequence, or None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), or the `Packing` of x.
             attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
-            shared: tensors that all layers of one forward pass share: RWKV-7's first values, SKA's action mask.
+            shared: tensors that all layers of one forward pass share: RWKV-7's first values, SKA's action mask, padded
+                like x.
 
         Returns:
             `y [B, T, D]` and the new state. Its tensors keep no other memory alive.
@@ -114,6 +115,10 @@ class Mixer(nn.Module):
         """
         if x.ndim != 3:
             raise ValueError(f"x must be [B, T, D]; got {tuple(x.shape)}")
+        if self.reads_action_mask and shared is not None and (mask := shared.get("action_mask")) is not None:
+            if mask.shape != x.shape[:2]:
+                raise ValueError(f"action_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
+            shared = shared if attention_mask is None else {"action_mask": unpad(mask, attention_mask)[0]}
         if attention_mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halflife.layers.decay_gate import DecayGate
 from halflife.layers.init import drawn, orthogonal, reset, uniform
 from halflife.layers.memory.readout import Readout
-from halflife.layers.mixer import LAYERS, Shared, State, taken_features, unpad
+from halflife.layers.mixer import LAYERS, Shared, State, taken_features
 from halflife.layers.options import DecayChoice, Place, Run
 from halflife.layers.parts import ShortConv, clebsch_gordan
 from halflife.ops.fused import l2_normalize
@@ -162,22 +162,6 @@ class SKA(DecayGate):
 
     def reset_parameters(self) -> None:
         reset(self, self.initial)
-
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        cu_seqlens: Tensor | Packing | None = None,
-        attention_mask: Tensor | None = None,
-        shared: Shared | None = None,
-    ) -> tuple[Tensor, State]:
-        """Mix `x` as in `Mixer.forward`. With an `attention_mask`, `shared["action_mask"]` is padded like x."""
-        mask = None if shared is None else shared.get("action_mask")
-        if mask is not None and mask.shape != x.shape[:2]:
-            raise ValueError(f"action_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
-        if mask is not None and attention_mask is not None:
-            shared = {"action_mask": unpad(mask, attention_mask)[0]}
-        return super().forward(x, state, cu_seqlens, attention_mask, shared)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         q, k, v, others = self.heads(x, state, packing, shared)

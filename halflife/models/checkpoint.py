@@ -15,7 +15,7 @@ import torch
 from halflife import extensions
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, write_json
 from halflife.models.config import ModelConfig
-from halflife.models.lm import LanguageModel
+from halflife.models.lm import LanguageModel, on_meta
 from halflife.models.tensor_file import INDEX, Checkpoint, read_tensors, write_tensors
 
 FORMAT = 1  # increased when older checkpoints can no longer be read
@@ -67,8 +67,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
                 f"{folder / WEIGHTS} is of another model: it has {layers} layers, and {CONFIG_JSON} describes "
                 f"{described.num_layers}"
             )
-        with torch.device("meta"):
-            model = LanguageModel(described)
+        model = on_meta(described)
         model.load_state_dict(tensors, assign=True)
     except (TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{folder / CONFIG_JSON} is damaged: it holds a value that cannot be ({error})") from error

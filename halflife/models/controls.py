@@ -10,7 +10,7 @@ import torch
 
 from halflife.layers import LAYERS
 from halflife.models.config import ModelConfig
-from halflife.models.lm import LanguageModel
+from halflife.models.lm import LanguageModel, on_meta
 from halflife.registry import constructor_parameters
 
 CONTROL_NAME = re.compile(r"(?P<base>[^@]+)@(?P<kind>\w+)\((?P<target>.+)\)")
@@ -42,7 +42,10 @@ def control(base: ModelConfig, kind: str, target: ModelConfig, length: int, name
         length: tokens after which states are compared; only caches depend on it.
         name: the name of the control.
     """
-    measure = _parameters if kind == "parameters" else lambda config: _state(config, length)
+
+    def measure(config: ModelConfig) -> int:
+        return on_meta(config).num_parameters() if kind == "parameters" else _state(config, length)
+
     wanted = measure(target)
     for step in SIZE_STEPS:
         try:
@@ -77,11 +80,6 @@ def _nearest(build: Callable[[int], ModelConfig], measure: Callable[[ModelConfig
         middle = (low + high) // 2
         low, high = (middle, high) if measure(build(middle)) < wanted else (low, middle)
     return min(build(low), build(high), key=lambda config: abs(measure(config) - wanted))
-
-
-def _parameters(config: ModelConfig) -> int:
-    with torch.device("meta"):
-        return LanguageModel(config).num_parameters()
 
 
 def _state(config: ModelConfig, length: int) -> int:

@@ -93,8 +93,7 @@ class TokenGraphs:
         self._graphs: dict[tuple, TokenGraph] | None = {}  # None where no graph is possible
 
     def __call__(self, ids: Tensor, state: ModelState | None) -> tuple[list[Tensor], ModelState]:
-        possible = self.model.embedding.weight.is_cuda and not torch.is_grad_enabled()
-        if state is None or ids.shape[1] != 1 or not possible:
+        if state is None or ids.shape[1] != 1 or not self._possible():
             return self.step(self.model, ids, state)
         graph = self._graph(state)
         return self.step(self.model, ids, state) if graph is None else graph(ids, state)
@@ -116,3 +115,6 @@ class TokenGraphs:
                 self._graphs = None
                 return None
         return self._graphs[key]
+
+    def _possible(self) -> bool:
+        return self.model.embedding.weight.is_cuda and not torch.is_grad_enabled()

@@ -65,10 +65,7 @@ class Block(nn.Module):
         self, x: Tensor, state: State | None, packing: Packing, shared: Shared, branch: Tensor | None = None,
         adds: bool = True,
     ) -> tuple[Any, State]:  # fmt: skip
-        """Return `(x, state)`. With `adds=False` it is `((x, y), state)`, whose sum the next norm is to add.
-
-        `branch` is such a y of the block before.
-        """
+        """`(x, state)`, or with `adds=False` `((x, y), state)`, whose sum the next norm adds; `branch` is such a y."""
         with _AS_THEY_ARE if x.is_cpu or torch.compiler.is_compiling() else cast_weights(self, x):
             if shared:  # earlier layers may be on another device
                 for name in shared:
@@ -311,3 +308,9 @@ class LanguageModel(Backbone):
         device = self.embedding.weight.device
         _, state = self.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
         return sum(x.numel() for layer in state for x in layer.values() if x.is_floating_point())
+
+
+def on_meta(config: ModelConfig) -> LanguageModel:
+    """The model on the meta device, without memory for its weights."""
+    with torch.device("meta"):
+        return LanguageModel(config)

@@ -99,9 +99,7 @@ class Session:
         self._recent: list[int] = []  # the last tokens, as far as the text of later ones depends on them
 
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
-        """Read token ids `[T]` of the vocabulary, or text if there is a tokenizer (else a ValueError), and return the
-        session.
-        """
+        """Read token ids `[T]`, or text if there is a tokenizer (else a ValueError), and return self."""
         numbers = self._ids(tokens)
         ids = numbers.to(self.model.embedding.weight.device, non_blocking=True)
         with fast_linears(self.model) if len(ids) > 1 else nullcontext():

@@ -222,9 +222,7 @@ def rwkv7_token(
     rows: list[Tensor], first: Tensor | None, low: list[Tensor], ups: Sequence[Tensor], vectors: Sequence[Tensor],
     state: Tensor, eps: float, dtype: torch.dtype, g: Unevaluated,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token of each sequence up to the input of the last map `[B, 1, H·V]`, and the next state; arguments as its
-    kernel.
-    """
+    """One token of each sequence up to the input of the last map `[B, 1, H·V]`, and the next state, by one kernel."""
     *_, law = g.given()
     state, vectors = state.contiguous(), [x.contiguous() for x in vectors]
     found = triton.custom_op("rwkv7_token")(

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from halflife.files import CHECKPOINTS, RESULT_JSON, write_json
 from halflife.models import LanguageModel, checkpoint
+from halflife.models.lm import on_meta
 from halflife.models.timescales import granularity, timescales
 from halflife.runs.folder import SPECTRUM_JSON, read_result
 from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
@@ -166,8 +167,7 @@ def _gather_shards(model: LanguageModel, config: TrainConfig) -> LanguageModel:
     """An unsharded copy of a model whose parameters are shards. Only the first process gets values."""
     from halflife.training.sharding import gather
 
-    with torch.device("meta"):
-        whole = LanguageModel(config.model)
+    whole = on_meta(config.model)
     if parameters := gather(model):
         whole.load_state_dict(parameters, assign=True)
     return whole

@@ -118,9 +118,7 @@ def play(
 
 @cache
 def possible_moves(num_agents: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The M moves: texts `[M, 17]`, changes to the holdings `[M, 2 agents]`, and where mine, trade, build begin, and M
-    `[4]`.
-    """
+    """The M moves: texts `[M, 17]`, changes to holdings `[M, 2 agents]`, and where each action begins, and M, `[4]`."""
     agents, numbers = range(num_agents), (1, 2, 3)
     mine = [(f"{NAMES[a]}:mine {n} {GOODS[g]};", [(a, g, n)]) for a, g, n in product(agents, (0, 1), numbers)]
     trade = [

@@ -25,7 +25,6 @@ from halflife.training.config import SIGNALS
 from halflife.training.speed import Speed, StepTimes
 
 if TYPE_CHECKING:
-    from halflife.evaluation.profile import Profile
     from halflife.training.trackers import Tracking
 
 
@@ -146,19 +145,6 @@ class Metrics(TrainerCallback):
 
 def _line(values: dict[str, Any]) -> str:
     return json.dumps(finite(values), allow_nan=False) + "\n"
-
-
-class Profiling(TrainerCallback):
-    """Profiles a few steps."""
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self.profile.begin(state.max_steps)
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.profile.end(state.global_step == state.max_steps, state.is_world_process_zero)
 
 
 class ProgressBar(TrainerCallback):

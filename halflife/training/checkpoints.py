@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from halflife.files import COMPLETE_JSON, read_json_object, sha256_of, sync, write_json
+from halflife.training.config import rank
 
 PARTIAL = ".partial"  # the folder in which a checkpoint is written
 KEPT = 2  # checkpoints of a run
@@ -40,7 +41,7 @@ class CheckpointStore:
     @contextmanager
     def write(self, step: int) -> Iterator[Path]:
         """Give the folder into which processes write `checkpoint-<step>/`, then publish it, or raise an OSError."""
-        partial, first = self.folder / PARTIAL, _is_first()
+        partial, first = self.folder / PARTIAL, rank() == 0
         if first:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / f"checkpoint-{step}").mkdir(parents=True)
@@ -74,7 +75,7 @@ class CheckpointStore:
     def discard(self, path: Path) -> None:
         """Remove the checksums of a checkpoint that cannot be loaded, so that it is never tried again."""
         _barrier()
-        if _is_first():
+        if rank() == 0:
             (path / COMPLETE_JSON).unlink(missing_ok=True)
         _barrier()
 
@@ -101,10 +102,6 @@ def loading(checkpoint: Path) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _is_first() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _barrier() -> None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from halflife.models import LanguageModel, ModelConfig
+from halflife.models.lm import on_meta
 from halflife.ops.backends import native
 from halflife.training.config import TrainConfig
 
@@ -87,8 +88,7 @@ def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | No
     `sequences` are length in tokens → how many of this length the training reads. `rows` are those of a micro-batch;
     None for whole batches.
     """
-    with torch.device("meta"):
-        parameters = LanguageModel(config.model).num_parameters()
+    parameters = on_meta(config.model).num_parameters()
     costs = model_costs(dataclasses.replace(config.model, name=""), config.bf16)
     rows = rows or config.batch_size
     return Estimate(

@@ -106,9 +106,7 @@ class Objective(nn.Module):
 
 
 def check_run_folder(config: TrainConfig, folder: Path) -> bool:
-    """Return whether the run in `folder` is finished; a ValueError if it has another configuration, or an edited
-    `run.json`.
-    """
+    """Whether the run in `folder` is finished; a ValueError for another configuration or an edited `run.json`."""
     path = folder / RUN_JSON
     if path.exists() and (differing := _differences(read_json_object(path), config, folder)):
         raise ValueError(
@@ -181,7 +179,7 @@ def fit(
 
     from halflife.models.compiled import compiled_blocks
     from halflife.training import sharding
-    from halflife.training.callbacks import Diverged, Metrics, Profiling, ProgressBar, StopOnSignal, check_weights
+    from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal, check_weights
     from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
     from halflife.training.speed import keep_freed_memory
     from halflife.training.trackers import Tracking
@@ -204,14 +202,14 @@ def fit(
         shape = execution.replicas, execution.context_parallel
         mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("rows", "context"))
         if execution.fsdp:
-            sharding.shard(objective, mesh["rows"])
+            sharding.fully_shard(objective, mesh=mesh["rows"])
         if execution.context_parallel > 1:
             objective.context, data = split_rows(objective, data, mesh["context"])
     callbacks: list[Any] = [metrics, stop, *([bar] if execution.show and rank() == 0 else [])]
     if execution.profile:
         from halflife.evaluation.profile import Profile
 
-        callbacks.append(Profiling(Profile(objective, folder, arguments.device)))
+        callbacks.append(Profile(objective, folder, arguments.device))
     kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
     trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)
     for default in (PrinterCallback, ProgressCallback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from halflife.models import LanguageModel
+from halflife.models.lm import on_meta
 from halflife.models.loss import tokens_at_once
 from halflife.training.config import TrainConfig
 from halflife.training.estimate import BYTES_PER_PARAMETER, Costs, Line, model_costs, peak_memory
@@ -75,10 +75,7 @@ class Needs:
 
     @classmethod
     def of(cls, config: TrainConfig, length: int, recompute: bool = False, fsdp: bool = False) -> Needs:
-        import torch
-
-        with torch.device("meta"):
-            model = LanguageModel(config.model)
+        model = on_meta(config.model)
         blocks, total = [sum(x.numel() for x in one.parameters()) for one in model.blocks], model.num_parameters()
         return cls(
             total, max(blocks), total - sum(blocks), len(blocks), config.model.hidden_size, config.model.vocab_size,

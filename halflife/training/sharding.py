@@ -13,13 +13,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as shard_unit
 
@@ -58,47 +56,38 @@ def fully_shard(model: nn.Module, mp_policy: MixedPrecisionPolicy | None = None,
     return shard_unit(model, **options)  # pyright: ignore[reportReturnType]
 
 
-def shard(objective: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard every parameter of `objective`, which holds a `LanguageModel`, over a dimension of a mesh."""
-    fully_shard(objective, mesh=mesh)
-
-
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write a checkpoint into `folder`; every process writes its shards."""
     writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
     try:
-        write(cast(Any, _tensors(model, optimizer)), storage_writer=writer)
+        write(cast(Any, _parts(model, optimizer)[0]), storage_writer=writer)
     except CheckpointException as error:  # no Exception, so that callers would miss it
         raise OSError(_first_failure(error)) from error
 
 
 def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Load a checkpoint of `save`. The number of processes may differ from that of `save`."""
-    tensors = _tensors(model, optimizer)
+    tensors, settings = _parts(model, optimizer)
     try:
         read(cast(Any, tensors), storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
     except CheckpointException as error:
         raise ValueError(_first_failure(error)) from error
-    settings = {k: v for k, v in _optimizer(model, optimizer).items() if not isinstance(v, torch.Tensor)}
     weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     moments = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
-    set_model_state_dict(model, cast(Any, weights))
-    set_optimizer_state_dict(model, optimizer, cast(Any, {**settings, **moments}), options=FLAT)
+    states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": {**settings, **moments}}
+    set_state_dict(model, optimizer, **states, options=FLAT)
 
 
 def _first_failure(error: CheckpointException) -> str:
     return next((f"process {rank}: {failure[0]}" for rank, failure in error.failures.items()), str(error))
 
 
-def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint. The settings of the optimiser are not saved; the run's configuration has them."""
-    weights: dict[str, Any] = {f"model/{name}": x for name, x in get_model_state_dict(model).items()}
-    moments = {f"optimizer/{k}": v for k, v in _optimizer(model, optimizer).items() if isinstance(v, torch.Tensor)}
-    return {**weights, **moments}
-
-
-def _optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return get_optimizer_state_dict(model, optimizer, options=FLAT)
+def _parts(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a checkpoint, and the optimiser's settings, which are not saved: the configuration has them."""
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
+    moments = {f"optimizer/{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    settings = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+    return {**{f"model/{k}": v for k, v in weights.items()}, **moments}, settings
 
 
 def gather(model: LanguageModel) -> dict[str, torch.Tensor]:

@@ -16,22 +16,18 @@ from secrets import token_hex
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.integrations.integration_utils import (
-    MLflowCallback,
-    TensorBoardCallback,
-    TrackioCallback,
-    WandbCallback,
-)
+from transformers.integrations import integration_utils as known
 
 from halflife.files import flatten, read_json_object, write_json
 from halflife.models import LanguageModel
-from halflife.training.config import TRACKERS, ExecutionConfig, TrainConfig, rank
+from halflife.training.config import ExecutionConfig, TrainConfig, rank
 
 TRACK_JSON = "track.json"  # in a run's folder: the run's names in wandb and MLflow, for a resumed run
 PROJECT = "halflife"
-CALLBACKS: dict[str, type[TrainerCallback]] = dict(
-    zip(TRACKERS, (WandbCallback, TrackioCallback, MLflowCallback, TensorBoardCallback), strict=True)
-)
+CALLBACKS: dict[str, type[TrainerCallback]] = {
+    "wandb": known.WandbCallback, "trackio": known.TrackioCallback, "mlflow": known.MLflowCallback,
+    "tensorboard": known.TensorBoardCallback,
+}  # fmt: skip
 LOGGED = ("loss", "learning_rate", "grad_norm")  # the Trainer reports these itself
 
 

@@ -29,9 +29,7 @@ WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not lo
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The only element of `items`, a micro-batch, with boundaries as a `Packing` and `part` as numbers that the host
-    knows.
-    """
+    """The only element of `items`, a micro-batch, with boundaries as a `Packing` and `part` as numbers of the host."""
     batch: dict[str, Any] = dict(unwrap_batch(items))
     if "cu_seqlens" in batch:
         batch["cu_seqlens"] = Packing.of(batch["cu_seqlens"], *batch["input_ids"].shape[:2])
@@ -143,7 +141,7 @@ class _Window(TrainerCallback):
 
 
 class FSDPTrainer(HalflifeTrainer):
-    """A `HalflifeTrainer` for a model that `sharding.shard` has sharded.
+    """A `HalflifeTrainer` for a model that `sharding.fully_shard` has sharded.
 
     accelerate shards on GPUs only; on CPUs it silently uses DDP instead. The model is therefore sharded before, and the
     Trainer is told to leave it alone. Every process writes and reads checkpoints.

@@ -12,6 +12,7 @@ import torch
 
 from halflife.evaluation.throughput import now, train_step
 from halflife.models import LanguageModel
+from halflife.models.lm import on_meta
 from halflife.training.checkpoints import KEPT
 from halflife.training.config import TrainConfig
 from halflife.training.estimate import BYTES_PER_PARAMETER, recording_saved
@@ -50,8 +51,7 @@ def try_runs(
     the sequences of a micro-batch; None for whole batches.
     """
     kinds = {_kind(config): (config, sequences) for config, sequences in runs}
-    with torch.device("meta"):
-        sizes = {kind: LanguageModel(config.model).num_parameters() for kind, (config, _) in kinds.items()}
+    sizes = {kind: on_meta(config.model).num_parameters() for kind, (config, _) in kinds.items()}
     if not sizes:
         return None
     seconds = memory = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halflife.models.config import ModelConfig
-from halflife.models.lm import LanguageModel
+from halflife.models.lm import LanguageModel, on_meta
 from halflife.precision import Float32Module
 
 Tensors = Mapping[str, Tensor]
@@ -255,9 +255,3 @@ def _settings(module: nn.Module | None) -> dict[str, Any]:
     plain = {key: x for key, x in values.items() if isinstance(x, PLAIN) and key[0] != "_" and key not in FREE}
     shapes = {f"shape of {key}": tuple(x.shape) for key, x in (module or nn.Module()).named_parameters(recurse=False)}
     return plain | shapes
-
-
-def on_meta(config: ModelConfig) -> LanguageModel:
-    """Return the model on the meta device, without memory for its weights."""
-    with torch.device("meta"):
-        return LanguageModel(config)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from halflife.models.config import ModelConfig
-from halflife.models.convert.rules import Rule, Tensors, convert_from, copy, divide, on_meta
+from halflife.models.convert.rules import Rule, Tensors, convert_from, copy, divide
 from halflife.models.convert.source import SOURCES, Config, Converted, Source, settings
-from halflife.models.lm import LanguageModel
+from halflife.models.lm import LanguageModel, on_meta
 
 DEFAULTS = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "num_heads": None, "head_dim": 64,

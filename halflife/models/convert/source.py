@@ -16,11 +16,10 @@ from halflife.models.convert.rules import (
     convert_back,
     convert_from,
     join_convolutions,
-    on_meta,
     require_equal,
     split_convolutions,
 )
-from halflife.models.lm import LanguageModel
+from halflife.models.lm import LanguageModel, on_meta
 from halflife.registry import Registry
 
 Config = Mapping[str, Any]

@@ -80,8 +80,8 @@ class Place(NamedTuple):
         return state_rows if self.layout.index is not None or state_rows is None else self.rows
 
     def take(self, x: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
-        """Copy a block `[B, n·C, H or G, D]` → contiguous `[b, H, c, C, D]`, with groups repeated for heads; D may be
-        absent.
+        """A block of `[B, n·C, H or G, D]` or `[B, n·C, H or G]`, contiguous, `[b, H, c, C, …]`, groups repeated for
+        heads.
         """
         order = (0, 3, 1, 2, 4) if x.ndim == 4 else (0, 3, 1, 2)
         return each_head(self._part(x).permute(order), heads).to(dtype, memory_format=torch.contiguous_format)

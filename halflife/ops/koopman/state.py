@@ -266,6 +266,6 @@ def add_to_sums(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -
         )
     else:
         last = (memory.last * (g / 2).exp()).unsqueeze(-2)
-        decay = None if g is None else sum_decay(g, g.amax(-1, keepdim=True))
+        decay = sum_decay(g, g.amax(-1, keepdim=True))
         added = Sums(key * row, key * last, v.unsqueeze(-1) * row, norm).after(sums, decay)
     return memory._replace(sums=added, last=k)

@@ -161,9 +161,8 @@ define(
 
 
 def _kernel(f: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
-    triton.load()
     vectors = [None if x is None else x.contiguous() for x in rest[:3]]
-    g, step = torch.ops.halflife.triton_log_decay(dense(f), *vectors, *rest[3:])
+    g, step = triton.custom_op("log_decay")(dense(f), *vectors, *rest[3:])
     return g, step if rest[-1] else None
 
 
@@ -208,8 +207,7 @@ def tapers(p: Tensor, log_length: float) -> Tensor:
 
 
 def _spectrum_kernel(theta: Tensor, delta: Tensor, log_length: float) -> tuple[Tensor, Tensor]:
-    triton.load()
-    return torch.ops.halflife.triton_spectrum(theta.contiguous(), delta.contiguous(), log_length)
+    return triton.custom_op("spectrum")(theta.contiguous(), delta.contiguous(), log_length)
 
 
 def _why_not_spectrum(op: str, device: torch.device, tensors: Any = None) -> str | None:
@@ -229,9 +227,8 @@ def _post_decay(
 
 
 def _post_decay_kernel(f: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
-    triton.load()
     vectors = [None if x is None else x.contiguous() for x in (bias, *rest[:2])]
-    g, step, *_ = torch.ops.halflife.triton_post_decay(dense(f), *vectors, *rest[2:])
+    g, step, *_ = triton.custom_op("post_decay")(dense(f), *vectors, *rest[2:])
     return g, step if rest[-1] else None
 
 

@@ -28,9 +28,6 @@ def _packed(packing: Packing | None, x: Tensor) -> Packing:
     return Packing(x.shape[0], x.shape[1]) if packing is None else packing
 
 
-# ------------------------------------------------------------------------------------------------------ angles
-
-
 def running_angles(
     step: Tensor, rate: Tensor, first: Tensor | None, bounded: bool, packing: Packing | None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -84,9 +81,6 @@ def _drop_turns(angle: Tensor) -> Tensor:
     return angle - angle.round()
 
 
-# ----------------------------------------------------------------------------------------------------- weights
-
-
 def trapezoid_weights(
     g: Tensor, step: Tensor, share: Tensor, first: Tensor | None, packing: Packing | None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,9 +104,6 @@ def _weights(
     gain = end * step
     before, last = _packed(packing, gain).delay(gain, first)
     return g.exp() * (before + (1 - end) * step), gain, last
-
-
-# ---------------------------------------------------------------------------------------------- queries and keys
 
 
 def trapezoid_keys(
@@ -169,9 +160,6 @@ def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, he
     return (x.unsqueeze(3) + bias.unflatten(0, (x.shape[2], -1))).flatten(2, 3)
 
 
-# ----------------------------------------------------------------------------------------------------- outputs
-
-
 def trapezoid_output(
     o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None, z: Tensor | None, backend: str = "auto"
 ) -> Tensor:
@@ -190,8 +178,6 @@ def _output(o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None
     y = torch.addcmul(o, factor.unsqueeze(-1).to(o.dtype), v.to(o.dtype)).flatten(-2)
     return y if z is None else y * F.silu(z.to(y.dtype))
 
-
-# -------------------------------------------------------------------------------------------- implementations
 
 define(
     "running_angles", step="B T H", rate="B T P | B T H P", first="B H P | None",
