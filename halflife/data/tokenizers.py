@@ -153,8 +153,7 @@ def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None
 
     Args:
         name_or_path: "bytes", "bytes+eos" (bytes, and id 256 after each document), a folder with the files of a
-            tokenizer, or a name on the Hugging Face Hub. Code from the hub is not run. If there is none it is a
-            FileNotFoundError.
+            tokenizer, or a name on the Hugging Face Hub. Its code is not run. None is a FileNotFoundError.
         model_vocab_size: of the model that will read the ids; a ValueError if the tokenizer has more. None to skip.
         local: whether to take only what is on this machine.
     """

@@ -56,8 +56,7 @@ def check_origin(
 ) -> None:
     """Raise a ValueError unless this user signed a file, or what it names lies near it or below the current folder.
 
-    `saved` is its content. `sources`, `files` and `tokenizer` are the text that it names, as in `CorpusConfig`, with
-    absolute paths.
+    `saved` is its content, which names the text `sources`, `files` and `tokenizer` (`CorpusConfig`), absolute paths.
     """
     with suppress(OSError, RuntimeError):
         if hmac.compare_digest(str(saved.get(SIGNATURE)).encode(), _signature(unsigned(saved)).encode()):

@@ -54,8 +54,7 @@ class Decay(Float32Module):
     Args:
         num_heads, head_dim: heads H, and key channels of a head, K.
         granularity: "scalar" (one rate per head) or "vector" (one rate per key channel).
-        layer_idx, num_layers: the index of the layer and the number of layers, for decays that are slower in deep
-            layers.
+        layer_idx, num_layers: the index of the layer and the number of layers, for decays that depend on the depth.
 
     Raises:
         ValueError: the strategy is not defined for the granularity, or a size is below 1.

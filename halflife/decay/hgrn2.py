@@ -52,8 +52,7 @@ class ReleasedHGRN2Decay(HGRN2Decay):
 
     The first layer has the table, L logits for each channel, and passes the bounds of all layers to later ones through
     `shared`. γ of layer l is the sum of the shares of the layers 1 to l, counted from 0. Without `shared`, a later
-    layer has its initial bound, l/L. Range and initialisation as `hgrn2`. Source: released code of the Decay paper
-    (xmixers).
+    layer has its initial bound, l/L. Range and initialisation as `hgrn2`. Source: released code (xmixers).
     """
 
     reads_shared = True

@@ -123,8 +123,7 @@ def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> 
 def _lawson(span: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Lawson's algorithm: least squares with growing weights where the error is large.
 
-    The root of the weighted mean square (weights that sum to 1) is at most the maximum, so its minimum is a lower
-    bound.
+    The root of the weighted mean square, with weights of sum 1, is at most the maximum: a lower bound.
     """
     weights = torch.full_like(target, 1 / len(target))
     best, lower, least = span.mT @ target, 0.0, math.inf

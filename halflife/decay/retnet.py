@@ -22,8 +22,7 @@ class RetNetDecay(SpectralDecay, ConstantDecay):
 
     Args:
         trained_rates: train log(−log λ) of each head, without an order.
-        rate_start: "own" for the rates above, or "geometric" for rates −log λ that are geometric from 1/T to 1, as
-            those of PoST at its start.
+        rate_start: "own" for the rates above, or "geometric" for rates −log λ geometric from 1/T to 1, as PoST starts.
         train_length: T of "geometric".
     """
 

@@ -135,8 +135,7 @@ class Adapter:
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts that end before a string of `until`, at the end token, or after `max_gen_toks` tokens.
 
-        Decoding is greedy unless the task asks for sampling. A setting that is not supported, as beams, is a
-        ValueError.
+        Decoding is greedy unless the task asks for sampling. An unknown setting, as beams, is a ValueError.
         """
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]

@@ -238,8 +238,7 @@ def measure_memory(
     Returns:
         The settings; "cache", `{"per_token", "bytes": [one a length]}`; and "models", `[{"model", "parameters",
         "constant", "per_token", "per_digit", "most_digits", "bytes": [one a length], "smaller_from", "layers",
-        "ska"}]`. Sizes are in bytes (`StateSize`). "smaller_from" is the first length at which the state is smaller
-        than the cache, or None.
+        "ska"}]`. Sizes are in bytes (`StateSize`). "smaller_from" is the first length with a smaller state, or None.
     """
     from halflife.models.load import configurations
 

@@ -1,7 +1,6 @@
 """Speed and memory of training and decoding: the work that is timed, and fair ways to time it.
 
-A model is any module with `logits, state = model(ids, state)` like `LanguageModel`, so that models of other libraries
-can be compared.
+A model is any module with `logits, state = model(ids, state)`, also of another library.
 """
 
 from __future__ import annotations

@@ -88,8 +88,7 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
 
         Args:
             labels: the ids of the input, `[B, T]`, which this method shifts. −100 is ignored; use it for the first
-                token of each packed sequence. The loss is the mean over the others, or their sum over
-                `num_items_in_batch`.
+                token of each packed sequence. The loss is their mean, or their sum over `num_items_in_batch`.
             logits_to_keep: number of last positions whose logits are returned (0 means all), or their indices.
             **kwargs: `shift_labels`, labels that are shifted already; others as in `HalflifeModel`.
         """

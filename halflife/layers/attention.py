@@ -39,8 +39,7 @@ class Attention(Mixer):
         backend: that of its norms and rotations.
 
     Raises:
-        ValueError: a number of heads does not divide, the rotated channels do not pair up, a name is unknown, or the
-            window is below 1.
+        ValueError: heads do not divide, rotated channels do not pair up, a name is unknown, or the window is below 1.
     """
 
     maps_of_input = ("qkv_proj",)

@@ -23,8 +23,7 @@ from halflife.registry import check_choice
 class LonghornDecay(Decay):
     """λ = 1 / (1 + f), f ≥ 0. With `f = β k_i² / (1 + β (kᵀk − k_i²))` this is `1 − ε k_i²`.
 
-    g = −log1p(f) is accurate for slow decays and finite for keys of any length. A channel without a key, f = 0, does
-    not decay.
+    g = −log1p(f) is accurate for slow decays and finite for keys of any length. Without a key, f = 0, nothing decays.
     """
 
     granularities = ("vector",)
@@ -42,8 +41,9 @@ class Longhorn(Mixer):
 
         S_t = (1 − ε_t k_t²) ⊙ S_{t−1} + k_t (ε_t x_t)ᵀ,   ε_t = β_t / (1 + β_t k_tᵀ k_t),   y_t = S_tᵀ q_t + D x_t
 
-    The output is `(y ⊙ silu(z)) W_o`. All heads share q and k. It is `ops.linear_attention` with the vector decay `g =
-    log(1 − ε k²)`. The paper has a step ε for each channel; one for each head gives the chunked form larger products.
+    The output is `(y ⊙ silu(z)) W_o`. All heads share q and k. It is `ops.linear_attention` with the vector decay
+    `g = log(1 − ε k²)`. The paper has a step ε for each channel; one for each head gives the chunked form larger
+    products.
 
     Args:
         expand: inner width divided by hidden_size.

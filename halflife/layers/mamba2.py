@@ -39,8 +39,7 @@ class Skip(Float32Module):
     ) -> Any:  # fmt: skip
         """`y + D ⊙ x` for `y, x [B, T, H, V]`, of which `norm(y, skip=(D, x))` may take the parts.
 
-        With `run` it returns `run(D)`, for an op that adds the product. D `[H]` itself may be freed after this call, by
-        FSDP for example.
+        With `run` it returns `run(D)`, for an op that adds the product. D `[H]` itself may be freed after it (FSDP).
         """
         if run is not None:
             return run(self.D)

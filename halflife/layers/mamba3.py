@@ -52,8 +52,8 @@ class NormBias(Float32Module):
 class Mamba3(HasMemory, Mixer):
     """Mamba-3 (Lahoti et al. 2026): Mamba-2 with trapezoidal steps and a data-dependent rotation.
 
-    `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's. `λ =
-    σ(l)` is the share of a step's input that is taken at the end of the step:
+    `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's.
+    `λ = σ(l)` is the share of a step's input that is taken at the end of the step:
 
         φ_t = φ_{t−1} + Δ_t π tanh(r_t),   k_t = R(φ_t) (norm(B_t) + b),   q_t = R(φ_t) (norm(C_t) + c)
         S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t k_{t−1} x_{t−1}ᵀ) + λ_t Δ_t k_t x_tᵀ,   y_t = S_tᵀ q_t + D x_t
@@ -71,18 +71,16 @@ class Mamba3(HasMemory, Mixer):
         num_groups: number of groups of heads that share B and C; it must divide H.
         rope_fraction: share of the K channels that is rotated, 0.5 or 1.
         rank: R, keys, values and queries of each token and head.
-        rate_floor: smallest decay rate of the form in which the rate depends on the input; the authors have 1e-4. None
-            means a learned rate.
-        output_norm: whether the gate is `RMSNorm(y) ⊙ silu(z)`, with the norm over each head, as an option of the
-            authors has it.
+        rate_floor: smallest decay rate where the rate depends on the input (the authors: 1e-4); None for a learned
+            rate.
+        output_norm: whether the gate is `RMSNorm(y) ⊙ silu(z)`, with the norm over each head, an option of the authors.
         norm_eps: eps of all norms.
 
-    The state holds `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and its φ as `angle
-    [N, H, P]` in turns of 2π, between −½ and ½.
+    The state holds `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and its φ as
+    `angle [N, H, P]` in turns of 2π, between −½ and ½.
 
     Raises:
-        ValueError: a number of heads or groups does not divide, the rotated channels do not pair up, or the decay has
-            no step size.
+        ValueError: heads or groups do not divide, rotated channels do not pair up, or the decay has no step size.
     """
 
     ROPE_FRACTIONS = (0.5, 1)
@@ -233,15 +231,14 @@ class ChosenRateDecay(Decay):
 class EchoMamba3(Mixer):
     """Mamba-3 as the block of Echo's Appendix G, 121,600 parameters at D = 128 and 4 heads.
 
-    `[z, x, b, c, f, a, l, ω] = u W`, x goes through a short convolution with SiLU, and with `Δ = softplus(f)`, `α =
-    e^{−Δ softplus(a)}` and `λ = σ(l)` in each head
+    `[z, x, b, c, f, a, l, ω] = u W`, x goes through a short convolution with SiLU, and with `Δ = softplus(f)`,
+    `α = e^{−Δ softplus(a)}` and `λ = σ(l)` in each head
 
         φ_t = φ_{t−1} + Δ_t ω_t,   k_t = R(φ_t) b_t,   q_t = R(φ_t) c_t
         S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t k_{t−1} x_{t−1}ᵀ) + λ_t Δ_t k_t x_tᵀ,   y_t = S_tᵀ q_t
 
     The output is `(y ⊙ silu(z)) W_o`. Every head has its own b, c and angles, and all K channels are rotated. The paper
-    does not name z and ω, whose 256 + 32 columns its number of parameters needs. Source: Echo, Appendices B.1, G.1 and
-    G.5, and the counts of §4.1.
+    does not name z and ω, whose 256 + 32 columns its count needs. Source: Echo, Appendices B.1, G.1, G.5; §4.1.
 
     Args:
         expand: inner width divided by hidden_size.

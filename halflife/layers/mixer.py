@@ -104,8 +104,7 @@ class Mixer(nn.Module):
             state: the state after the previous piece, one row per sequence, or None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), or the `Packing` of x.
             attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
-            shared: tensors that all layers of one forward pass share: RWKV-7's first values, SKA's action mask, padded
-                like x.
+            shared: tensors that the layers of a pass share: RWKV-7's first values, SKA's action mask, padded like x.
 
         Returns:
             `y [B, T, D]` and the new state. Its tensors keep no other memory alive.
@@ -151,8 +150,7 @@ class Mixer(nn.Module):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         """Mix inputs without padding: `y [B, T, D]` and the new state without `position`, whose tensors may be views.
 
-        `packing` says where the sequences of x lie. `state` is the one after the previous piece, an empty dict at the
-        start.
+        `packing` says where the sequences of x lie. `state` is that after the previous piece, empty at the start.
         """
         raise NotImplementedError
 

@@ -40,8 +40,7 @@ class SKA(DecayGate):
     orthogonal, and W_o at zero. The paper's defaults do not learn recall (docs/results/echo.md).
 
     With `decay` and `beta` the sums forget. `shared["action_mask"]`, `[B, T]`, is 1 for tokens that enter the sums, by
-    default all. Every token reads, and every token decays the sums. In mode "chunk" a query reads the chunks before its
-    chunk.
+    default all. Every token reads, and every token decays the sums. In mode "chunk" a query reads earlier chunks.
 
     Args:
         rank: r.

@@ -1,8 +1,7 @@
 """halflife's checkpoint of one model: a folder with `config.json` and `model.safetensors`.
 
 `save` writes this format. `load` reads it, and also what `save_pretrained` of transformers writes for a halflife model:
-the same weights, perhaps in shards, with names that begin with "model.". `halflife.models.load` also reads the formats
-of other libraries.
+the same weights, perhaps in shards, with names that begin with "model.". `halflife.models.load` reads others too.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iter
     `recompute` is what the backward pass computes again: "blocks", or some of `backends.dispatch.KINDS`.
 
     Yields:
-        A function that returns how many graphs were compiled so far. Batches of another length, packed documents and
-        single ones compile again.
+        A function that returns how many graphs were compiled so far. Other lengths and packed documents compile again.
     """
     from torch._dynamo import config
     from torch._dynamo.utils import counters

@@ -37,8 +37,7 @@ class ModelConfig:
             have their norms after mixer and MLP (OLMo).
         more_hybrids: further kinds of layers, each a mapping like `hybrid`. No two kinds share a layer.
         mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "koopman_paper" or "koopman_gated_paper" (Echo's with
-            clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP (as in
-            MQAR).
+            clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP.
         intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to a multiple of 64.
         tie_embeddings: whether the output head shares the weight of the embedding.
         norm: norm before every mixer, MLP and head: "rms", "rms_plus_one" (with weights 1 + w) or "layer" (with bias).

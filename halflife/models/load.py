@@ -1,7 +1,6 @@
 """Find the models in folders and load them, whichever library wrote them.
 
-`halflife.models.checkpoint` reads halflife's models. This module also converts those of other libraries
-(`halflife.models.convert`).
+`halflife.models.checkpoint` reads halflife's models; those of other libraries go through `halflife.models.convert`.
 """
 
 from __future__ import annotations

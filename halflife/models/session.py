@@ -68,8 +68,8 @@ class Session:
         decode: the tokenizer's function from ids to text; None as above.
         piece_size: number of tokens that the model reads at once; it bounds the memory that a long text needs.
         state_dtype: torch.float64 keeps the matrices of linear and delta updates (and the slow states of GateRank) in
-            float64 from the second piece on, for streams of hundreds of thousands of tokens (`docs/streaming.md`). None
-            keeps all dtypes.
+            float64 from the second piece on, for streams of 100,000 tokens (`docs/streaming.md`). None keeps all
+            dtypes.
 
     Attributes:
         state: the model's state, or None before the first token. Its tensors are never modified.
@@ -219,8 +219,7 @@ class Session:
         Args:
             n: largest number of tokens.
             stop: tokens or texts that end the text; they are not part of it. The session has read what it drew of them.
-            **settings: settings of `sample`, whose ValueErrors it has, also without `decode` and for an empty text in
-                `stop`.
+            **settings: those of `sample`, whose ValueErrors it has, also without `decode` and for an empty `stop`.
         """
         if not self._has_text:
             raise ValueError(
@@ -244,8 +243,7 @@ class Session:
     def load(self, path: str | Path) -> Session:
         """Continue from the state that `save` wrote, and return the session. After an error it is as it was before.
 
-        A ValueError says that the file is damaged or of another format, or belongs to a model of another configuration.
-        Weights are not compared.
+        A file that is damaged, or of a model of another configuration (weights are not compared), is a ValueError.
         """
         tensors, about = read_tensors(Path(path), self.model.embedding.weight.device)
         if about.get("format") != str(FORMAT):

@@ -44,8 +44,7 @@ def causal_conv1d(
         x: inputs `[B, T, D]`.
         weight, bias: taps `[D, W]`, the last one on the current token, and `[D]` or None.
         activation: "silu" or None.
-        initial_state: the W − 1 inputs before the first token, oldest first, `[B, D, W − 1]` (`[N, D, W − 1]` when
-            packed); None means zeros.
+        initial_state: the W − 1 inputs before the first token, oldest first, `[B or N, D, W − 1]`; None means zeros.
         output_final_state: whether to return the last W − 1 inputs.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
         backend: "auto", or one of `available_backends("causal_conv1d")`.
@@ -55,8 +54,7 @@ def causal_conv1d(
             kernel may give each part its own memory.
 
     Returns:
-        `y [B, T, D]`, or with `splits` the tuple of its parts `[B, T, Dᵢ]`; and the final state `[N, D, W − 1]`, or
-        None.
+        `y [B, T, D]`, or with `splits` its parts `[B, T, Dᵢ]`; and the final state `[N, D, W − 1]`, or None.
 
     Raises:
         ValueError: a shape does not fit, the activation is unknown, or `splits` do not add up to D.
@@ -188,8 +186,7 @@ def _sum_of_shifts(x: Tensor, taps: Tensor) -> Tensor:
 class _ShiftedProducts(torch.autograd.Function):
     """`y_t = Σ_i taps_i ⊙ x_{t+i}`: `x [B, T + W − 1, D]`, `taps [W, D]` → `[B, T, D]`.
 
-    On a CPU this form and its gradient are 2 to 7 times as fast as `F.conv1d` with groups, or as autograd's gradient of
-    the shifts (docs/log.md).
+    On a CPU it is 2 to 7 times as fast as `F.conv1d` with groups or autograd's gradient of the shifts (docs/log.md).
     """
 
     @staticmethod

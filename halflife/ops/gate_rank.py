@@ -52,17 +52,15 @@ def gate_rank(
     """GateRank: `fast ← e^{g_fast} fast`, at resets `slow ← e^{g_slow} (slow + fast)` and `fast ← 0`, then the update.
 
     Args:
-        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G). Keys have
-            norm 1 under the delta rule.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G). Keys have norm
+            1 under the delta rule.
         v: values `[B, T, H, V]`.
-        g_slow: log-decay of the slow state ≤ 0, `[B, T, H]`. A token is a reset unless this is exactly 0. The gradient
-            is 0 where there is no reset.
+        g_slow: log-decay of the slow state ≤ 0, `[B, T, H]`. A token is a reset unless it is 0; the gradient is then 0.
         g_fast: log-decay of the fast state ≤ 0, `[B, T, H]`; −inf erases it.
         beta: writing strength `[B, T, H]` of the delta rule; None is the linear update.
         gain, skip: factors of the values `[B, T, H]`, and D `[H]`; see `ops.linear_attention`.
         initial_state: `(fast, slow)`, each `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
-        scale, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`. The backend "mask" takes
-            memory quadratic in T.
+        scale, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`; "mask" takes T² memory.
         reset_law: "mask", or "printed" for the paper's Eqs. 10 to 12, `slow ← e^{g_slow} slow + k vᵀ` and
             `fast ← k vᵀ` at a reset. It has the linear update only, and the backends of `linear_attention`.
 

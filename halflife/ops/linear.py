@@ -54,8 +54,8 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     One launch casts all of them, and in the backward pass one casts their gradients, where autocast has two for each.
     Maps of one input are one product; the first pass finds out which they are. Weights that are quantised, sharded or
     replaced otherwise stay as they are. Other modules take part if their class says that products alone read their
-    parameters (`only_products`). Without autocast, maps of one input are one product too in training if x has 16 bits
-    and enough tokens.
+    parameters (`only_products`). Without autocast, maps of one input are one product in training on many tokens of 16
+    bits.
     """
     dtype = autocast_dtype(x.device)
     narrow = x.dtype.itemsize == 2 and torch.is_grad_enabled() and x.numel() >= PAYING_TOKENS * x.shape[-1] ** 2

@@ -37,8 +37,7 @@ def linear_attention(
     Args:
         q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G).
         v: values `[B, T, H, V]`.
-        g: log-decay ≤ 0, `[B, T, H]` (scalar) or `[B, T, H, K]` (vector). −inf erases the state; None is no
-            decay.
+        g: log-decay ≤ 0, scalar `[B, T, H]` or vector `[B, T, H, K]`. −inf erases the state; None is no decay.
         gain: factors of the values `[B, T, H]`, as Mamba-2's step size; None means 1. Kernels multiply where they read
             v, so that no product is kept for the backward pass.
         skip: D `[H]`, with which `D ⊙ v` is added to the outputs; None means 0.

@@ -24,9 +24,9 @@ def token_loop(
 ) -> tuple[Tensor, Tensor]:
     """Run the definition of an op: `o_t, state = token(state, q_t, k_t, v_t, *others_t, g_t)` for one token at a time.
 
-    Groups of q and k are repeated for their heads, and values are multiplied by their gain. `others` are `[B, T, H,
-    …]`, or None. A scalar log-decay reaches `token` as `[B, H, 1]`. It returns `[B, T, H, V]` in v's dtype, and the
-    final states `[N, H, num_states · K, V]` in the compute dtype.
+    Groups of q and k are repeated for their heads, and values are multiplied by their gain. `others` are `[B, T, H, …]`
+    or None. A scalar log-decay reaches `token` as `[B, H, 1]`. It returns `[B, T, H, V]` in v's dtype, and the final
+    states `[N, H, num_states · K, V]` in the compute dtype.
     """
     states, scale, g, heads = call.first_state(), call.output_scale, call.decay, call.sizes["H"]
     if g is not None and g.ndim == 3:
@@ -128,8 +128,7 @@ def maps_of_norm(
         x, branch, gate: channels `[B, 1, D]`. With a branch it is the norm of `x + branch`.
         norm, eps: weight `[D]`, or that of each of the `groups`, and eps of the norm; None is no norm.
         weights: W `[Fᵢ, D]` of one dtype, at most `MOST_MAPS`.
-        kind: what the gate is: "none", or "silu" or "sigmoid" of it "_before" or "_after" the norm; or "relu_square",
-            relu(x)² without a gate.
+        kind: the gate: "none"; "silu" or "sigmoid" of it "_before" or "_after" the norm; or "relu_square", relu(x)².
     """
     return triton.custom_op("map")(x, branch, gate, norm, list(weights), kind, groups, eps, keeps)
 

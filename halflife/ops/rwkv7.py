@@ -193,8 +193,7 @@ implements_pass("rwkv7_output", _output, triton=(_triton_output, why_not_triton)
 def rwkv7_values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
     """RWKV-7's values in layers after the first, `v + (first − v) ⊙ σ(bias + rate)`, in the dtype of v.
 
-    `v, first, rate [B, T, H, V]` are values, those of the first layer, and the activation of their weight; `bias [H,
-    V]`.
+    `v, first, rate [B, T, H, V]` are values, those of the first layer, and their weight's activation; `bias [H, V]`.
     """
     return run_gpu_pass("rwkv7_values", _values, backend, (v, first, rate, bias))
 

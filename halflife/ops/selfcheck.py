@@ -104,8 +104,7 @@ def selfcheck(
 ) -> Report:  # fmt: skip
     """Compare outputs, final states and gradients of all backends of all ops with the float64 token loop.
 
-    Inputs that a backend refuses (because of their dtype, for example) are left out. If it takes the inputs and raises
-    an error, the check is WRONG.
+    Inputs that a backend refuses, as because of their dtype, are left out. If it takes them and raises, it is WRONG.
 
     Args:
         length: number of tokens. The default is no multiple of the chunk, so that the last chunk is partly empty.

@@ -2,8 +2,7 @@
 
 `e^g` of a slow decay rounds to the same side at every token. Over a million tokens the state would be wrong by up to
 5 %. Therefore `e^g = kept + change`, where `kept` is 1 for a slow decay, and the state becomes
-`kept · S + (change · S + update)`. The last sum is small, and its rounding errors have no common sign, because the
-update varies.
+`kept · S + (change · S + update)`. The last sum is small, and its rounding errors vary in sign with the update.
 """
 
 from __future__ import annotations

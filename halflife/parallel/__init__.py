@@ -5,8 +5,7 @@
 
 A block of rank r waits for the state that the same block of rank r − 1 ends with, and its own goes to rank r + 1 while
 the next block runs. Gradients of states go back the same way. Nothing but states is sent, so the bytes do not depend on
-the length, and no layer needs to know. Ranks work one block apart, so N ranks over L blocks take as long as L + N − 1
-blocks of one piece.
+the length, and no layer needs to know. Ranks work one block apart: N ranks over L blocks take L + N − 1 of them.
 """
 
 from __future__ import annotations

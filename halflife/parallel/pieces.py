@@ -27,8 +27,7 @@ class Piece(NamedTuple):
     def boundaries(self, cu_seqlens: Tensor) -> Tensor:
         """The boundaries of packed sequences in the piece, `[N + 1]` → `[n + 1]`.
 
-        The first sequence of a piece continues the last one of the piece before. Where another begins with the piece,
-        the first one has no tokens.
+        The first sequence continues the last one of the piece before, and is empty where another begins with the piece.
         """
         start, stop = self.bounds(int(cu_seqlens[-1]))
         inside = cu_seqlens[(cu_seqlens >= start) & (cu_seqlens < stop)] - start

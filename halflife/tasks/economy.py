@@ -46,8 +46,7 @@ class Economy(TextTask):
     Chance is 1/10. `shortcut_accuracy` is the share of the most common count. It is estimated from 32,768 episodes with
     a fixed seed (standard error at most 0.003), and is 0.15 for the easy tier and 0.12 for the hard tier.
 
-    Slices: `length`, `num_steps`, `num_rejected`, `gap`. Source: Echo, Appendix G.4, which leaves the rules open; they
-    are in docs/tasks.md.
+    Slices: `length`, `num_steps`, `num_rejected`, `gap`. Source: Echo, Appendix G.4; our rules: docs/tasks.md.
     """
 
     num_agents: int = 3

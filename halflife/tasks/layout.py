@@ -45,9 +45,8 @@ class RecallTask(Task):
     def with_query(self, inputs: Tensor, names: Tensor, at: Tensor, **slices: Tensor) -> TaskBatch:
         """Write the query `Q names…` at the end of complete contexts `inputs [N, T]`, in place, and return the batch.
 
-        `names` are the tokens after Q, `[N, any number]`, and `at` is the position of the answer in the context, `[N,
-        1]`. Facts are the keys and values of the context, and the marks of a call. Decoys count, because no token shows
-        that it is one.
+        `names` are the tokens after Q, `[N, any number]`, and `at` is the position of the answer in the context,
+        `[N, 1]`. Facts are the keys and values of the context, decoys included, and the marks of a call.
         """
         start = self.length - 1 - names.shape[1]
         marks = (inputs == CALL) | (inputs == RESULT)

@@ -25,8 +25,7 @@ from halflife.tasks.layout import VOCABULARY, check_sizes
 class TextTask(Task):
     """Base of the tasks in text.
 
-    The tiers have the least possible length. The paper's T_max of 400 to 3,000 adds zeros behind every text, which no
-    causal model reads.
+    The tiers have the least possible length. The paper's T_max of 400 to 3,000 adds zeros, which no causal model reads.
 
     Slices: `length`, the number of characters up to the last scored position.
     """

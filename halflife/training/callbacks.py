@@ -46,8 +46,7 @@ def check_weights(model: nn.Module, step: int) -> None:
 class Metrics(TrainerCallback):
     """Writes a line of `metrics.jsonl` per log, validates at intervals, and stops a run that diverged.
 
-    With several processes, only the first one writes. A resumed run first removes the lines after its checkpoint, so
-    that no step is logged twice.
+    Of several processes the first one writes. A resumed run first removes later lines.
 
     Args:
         validate, measure: takes the model and returns the value of `validation_<measure>`, "accuracy" or "loss".

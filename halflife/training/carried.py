@@ -18,8 +18,7 @@ PATTERN = "states-{}.pt"  # in a checkpoint, one file for each process
 class CarriedStates:
     """The state after the last row of each micro-batch. No gradient crosses the cut between two rows.
 
-    A micro-batch has a `part`: its number i, the number m of micro-batches in a step, and whether its rows begin anew,
-    as numbers or a tensor.
+    A micro-batch has a `part`: its number, the number of micro-batches in a step, and whether its rows begin anew.
     """
 
     def __init__(self) -> None:

@@ -85,8 +85,7 @@ class Estimate:
 def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | None = None) -> Estimate:
     """Estimate what a run needs.
 
-    `sequences` are length in tokens → how many of this length the training reads. `rows` are those of a micro-batch;
-    None for whole batches.
+    `sequences` are length → how many the training reads. `rows` are those of a micro-batch; None for whole batches.
     """
     parameters = on_meta(config.model).num_parameters()
     costs = model_costs(dataclasses.replace(config.model, name=""), config.bf16)

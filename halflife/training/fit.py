@@ -62,8 +62,7 @@ class Objective(nn.Module):
         Args:
             input_ids, labels: `[B, T]`; positions with the label −100 are not scored.
             cu_seqlens: boundaries of packed sequences, `[N + 1]`, or their `Packing`.
-            num_items_in_batch: for a micro-batch, the scored positions of the whole batch, to whose loss the losses add
-                up.
+            num_items_in_batch: for a micro-batch, the scored positions of the batch, to whose loss the losses add up.
             action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
             part: in training, the micro-batch of rows that continue others, see `CarriedStates`.
         """

@@ -123,8 +123,7 @@ class Needs:
         """Bytes of weights and gradients that a GPU sends in a step.
 
         Rings add gradients: each of n sends 2 (n - 1) / n of them. Shards are gathered twice, forward and backward
-        (once outside the blocks), and their gradients scattered, with (n - 1) / n each; then a ring over a line adds
-        shards.
+        (once outside the blocks), and their gradients scattered, with (n - 1) / n each; a ring over a line adds them.
         """
         size, groups = WORD * self.parameters, gpus // context
         if not self.fsdp or groups == 1:

@@ -1,7 +1,6 @@
 """Reports a run to wandb, trackio, MLflow or TensorBoard, through the Trainer's own callbacks (`report_to`).
 
-They report what the Trainer logs. `Tracking` gives them the other entries of `metrics.jsonl`, and their libraries
-settings and figures.
+They report what the Trainer logs. `Tracking` adds the other entries of `metrics.jsonl`, settings and figures.
 """
 
 from __future__ import annotations

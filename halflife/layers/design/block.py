@@ -280,8 +280,7 @@ class LinearMixer(DecayGate, HasMemory):
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
 
         Queries and keys are activated, normalised (unless they are `normed` already) and encoded (2 K channels under
-        LRPE). `parts` are those of the projection, after the short convolution, and `shared_key` is of the decay, None
-        for projected keys.
+        LRPE). `parts` are those of the projection, after the short convolution; `shared_key` is the decay's, or None.
         """
         q, *projected, v = parts
         q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)

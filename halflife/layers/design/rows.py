@@ -156,8 +156,7 @@ class MesaNet(LinearMixer):
 
     `g = logsigmoid(x W_g + b)` and `β = σ(x W_β + b)` for each head. Queries and keys go through a short convolution
     with SiLU and have norm 1, and values do not. The output is `RMSNorm(o) W_o` with the norm over each head, and with
-    `gate="swish"` gated. The state holds `gram [N, H, K, K]` and `memory [N, H, K, V]`. Source: its §3 and fla's layer
-    of that name.
+    `gate="swish"` gated. The state holds `gram [N, H, K, K]` and `memory [N, H, K, V]`. Source: §3; fla's layer.
     """
 
     defaults: ClassVar[Options] = {

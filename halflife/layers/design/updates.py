@@ -36,8 +36,7 @@ class Tokens(NamedTuple):
 class Update:
     """How a token changes the state of the block.
 
-    Its maps are children of the block, for the names in checkpoints. Where it `has_strength`, the block has
-    `beta_proj`.
+    Its maps are children of the block, for the names in checkpoints. With `has_strength` it has `beta_proj`.
 
     Class attributes:
         name: what messages call it.

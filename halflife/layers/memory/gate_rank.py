@@ -91,8 +91,7 @@ class SlowGate(Float32Module):
     ) -> Any:
         """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`.
 
-        With `then`, for a kernel that computes it, the result is that of `then`. Its tensors may be freed after this
-        call (FSDP).
+        With `then`, for a kernel that computes it, the result is that of `then`. Its tensors may be freed after it.
         """
         if then is not None:
             assert state is not None
@@ -119,8 +118,7 @@ class GateRank(nn.Module):
     Args:
         reset_rate, conv_size, gates, bias, rate_start: see `SlowGate`.
         reset_law: see `ops.gate_rank`.
-        trained: whether the gate is trained. Without, its parameters stay as they start, and no gradient flows through
-            it into x.
+        trained: whether the gate is trained. Else its parameters stay, and no gradient flows through it into x.
     """
 
     # x of unit mean square gives f of unit variance
@@ -200,8 +198,7 @@ class GateRank(nn.Module):
         """Statistics of the training steps since the last call (on a GPU of the first one), or an empty dict.
 
         `reset_rate` is the share of resets over tokens and heads; `segment_length` the mean number of tokens between
-        resets, where a sequence without resets is one segment; `slow_share` the share of ‖slow‖² in ‖fast‖² + ‖slow‖²
-        at the end.
+        resets, where a sequence without resets is one segment; `slow_share` that of ‖slow‖² in both states at the end.
         """
         if self.counts is None:
             return {}

@@ -40,8 +40,7 @@ class LogLinear(nn.Module):
 
     Args:
         num_levels: L. The last level also holds the tokens of all higher ones. T tokens have log2 T + 1 levels. A head
-            stores L − 1 states at most. On a CPU it stores those that can have content, as many as the position has
-            binary digits.
+            stores L − 1 states at most. On a CPU it stores those with content, one a binary digit of the position.
     """
 
     reads_longest = loops_over_length = True  # see `models.compiled`

@@ -16,8 +16,7 @@
 | retnet | fla | import, export | mixer "retnet" with the decays of its paper, SwiGLU |
 | mamba3 | fla | import, export | mixer "mamba3" with rates that depend on the input, no MLP |
 
-Conversion is strict. It is an error if a setting would change the function, or if a tensor is missing, unknown or of
-another shape.
+Conversion is strict: a setting that would change the function, or a tensor that does not fit, is an error.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ and neither what the op saves nor its results. The first saved tensor that the b
 and all others of the region are taken from that run. Nothing else runs twice, in contrast to the selective form of
 `torch.utils.checkpoint`, which runs the whole function again and keeps every result of the other ops.
 
-Inside a compiled block torch's selective form chooses by the same kinds, because the compiler keeps only what is needed
-(`policy`).
+Inside a compiled block torch's selective form chooses by the same kinds (`policy`): the compiler keeps only what is
+needed.
 """
 
 from __future__ import annotations

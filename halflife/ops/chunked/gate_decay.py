@@ -12,8 +12,8 @@ is the first reset of the chunk (docs/equations.md, section 4):
 | entering fast state in the outgoing slow state | `A_C + B_f`, if the chunk has a reset |
 | entering slow state in the outgoing slow state | `A_C` |
 
-B never rises, so `B_{min(n(j), i)} = max(B_{n(j)}, B_i)`, where B_{n(j)} is −∞ if no reset follows. The code therefore
-needs no indices of resets.
+B never rises, so `B_{min(n(j), i)} = max(B_{n(j)}, B_i)`, where B_{n(j)} is −∞ if no reset follows. So no indices are
+needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How tokens are cut into chunks, and how blocks of chunks are copied out of `[B, T, H, D]` and back.
 
-Tensors inside a block are `[B, H, n, C, D]`. Each packed sequence starts at a new chunk, so that no product mixes two
-sequences.
+Tensors inside a block are `[B, H, n, C, D]`. Each packed sequence starts at a new chunk, so no product mixes two.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ class Place(NamedTuple):
         return state_rows if self.layout.index is not None or state_rows is None else self.rows
 
     def take(self, x: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
-        """A block of `[B, n·C, H or G, D]` or `[B, n·C, H or G]`, contiguous, `[b, H, c, C, …]`, groups repeated for
-        heads.
-        """
+        """A block of `[B, n·C, H or G, …]`, contiguous, `[b, H, c, C, …]`, with groups repeated for heads."""
         order = (0, 3, 1, 2, 4) if x.ndim == 4 else (0, 3, 1, 2)
         return each_head(self._part(x).permute(order), heads).to(dtype, memory_format=torch.contiguous_format)
 

@@ -131,8 +131,7 @@ def add_token(
     A rank-one update gives the new inverse factor. With one decay per head, G and m² decay alike, so `G / m² + ε I` is
     unchanged before the token enters. Where m² does something else, the factor is computed from the sums: where the key
     sets a new m², under "trace", where every key does, with a decay under "paper", where m² does not decay, with one
-    decay per channel, and where g has a gradient, since the unit m² is a constant (see `inverse_factor`) although it
-    decays.
+    decay per channel, and where g has a gradient, as the unit m² that decays is a constant (`inverse_factor`).
     """
     new = add_to_sums(k, v, g, memory)
     new = new._replace(sums=new.sums.normalized(normalization, memory.sums.norm))
@@ -157,8 +156,7 @@ def rank_one(inverse: Tensor, z: Tensor) -> Tensor:
 
     With `w = L⁻¹ z`, `L Lᵀ + z zᵀ = L (I + w wᵀ) Lᵀ`. The Cholesky factor of `I + w wᵀ` has an inverse with diagonal
     `√(s_{i−1} / s_i)` and entries `−w_i w_j / √(s_i s_{i−1})` below it, where `s_i = 1 + Σ_{j ≤ i} w_j²`. Column i of
-    L'⁻ᵀ is therefore that of L⁻ᵀ times `√(s_i / s_{i−1})`, less a multiple of `Σ_{j ≤ i} w_j (L⁻ᵀ)_j`, which is a
-    running sum over columns.
+    L'⁻ᵀ is that of L⁻ᵀ times `√(s_i / s_{i−1})`, less a multiple of the running sum `Σ_{j ≤ i} w_j (L⁻ᵀ)_j`.
     """
     w = z.unsqueeze(-2) @ inverse
     after = 1 + w.square().cumsum(-1)

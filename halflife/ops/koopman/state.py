@@ -173,8 +173,7 @@ def initial_memory(
 def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "causal") -> KoopmanState:
     """Return a state for operators of `chunk_size` tokens (1 for `refresh="token"`), from one for any other number.
 
-    `normalization` is that of the op. If the numbers differ, the tokens that wait for their chunk enter the sums, and
-    the next token begins a chunk.
+    `normalization` is that of the op. If the numbers differ, pending tokens enter the sums, and a chunk begins.
     """
     if state["pending_keys"].shape[1] == chunk_size - 1:
         return state

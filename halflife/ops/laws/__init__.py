@@ -3,8 +3,8 @@
     step = φ(f + bias),  within limits        g = −c e^{rate} t^{−α} step
 
 φ is softplus (Mamba-2), −logsigmoid (GLA, Simple Decay), sigmoid (RWKV-7) or relu (GateRank's slow state). PoST's
-exponent α slows a channel down with its position t. In a sigmoid, which bounds the rates, it moves the logit instead:
-`sigmoid(f + bias − α log t)`.
+exponent α slows a channel down with its position t. In a sigmoid, which bounds the rates, it moves the logit by
+`−α log t`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ SHAPES = ("softplus", "logsigmoid", "sigmoid", "relu")
 
 
 class Law(NamedTuple):
-    """A law of log-decays, `g = −factor · e^{rate} · φ(f + bias)`, with φ in `SHAPES` between `least` and `most` (or
-    None).
+    """A law of log-decays, `g = −factor · e^{rate} · φ(f + bias)`, with φ in `SHAPES` from `least` to `most`, if any.
 
     `bias` and `rate` broadcast over the channels of f, `[H]` or `[H, K]`; None is 0.
     """
@@ -84,8 +83,7 @@ class Unevaluated(NamedTuple):
 
     Attributes:
         f: activations `[B, 1, H]` or `[B, 1, H, K]`.
-        law, taper: its law and α of the positions, float32 tensors that broadcast to the `shape`, `(H,)` or `(H, K)`;
-            or a spectrum, or None.
+        law, taper: its law and α of the positions (or a spectrum, or None), float32, in the `shape` `(H,)` or `(H, K)`.
         position: `[1]` or `[B, 1]`, if there is a taper.
     """
 

@@ -79,8 +79,7 @@ def _older(
     """For sizes of 2⁰, 2¹, … chunks the exponent, the states read `[N, H, R, K, V]`, and decays `[N, H, R]`.
 
     A decay is 0 for a reader without such a state. `states [N, H, M, K, V]` and `g [N, H, M]` are those of single
-    chunks, numbered from the start of the sequence: `first [N]` is the first one here, and `numbers [N, R]` are the
-    readers'.
+    chunks, numbered from the start of the sequence: `first [N]` is the first one here, `numbers [N, R]` the readers'.
     """
     between = g.new_zeros(*g.shape[:2], numbers.shape[1])
     largest = states.shape[2] if fresh else int(numbers.max())

@@ -39,8 +39,7 @@ def log_linear_attention(
         g: log-decay ≤ 0, `[B, T, H]`; −inf erases all states.
         weights: w, the weights of the L ≥ 2 levels at each token `[B, T, H, L]`. The first is that of the token itself.
         initial_state: `(states [N, H, L − 1, K, V], position [N])`, which an earlier call returned; None means zeros.
-        scale, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`. The backend "mask" takes
-            memory quadratic in T.
+        scale, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`; "mask" takes T² memory.
 
     Returns:
         `o [B, T, H, V]` in v's dtype, and the final `(states, position)` or None. The states have float32, or float64

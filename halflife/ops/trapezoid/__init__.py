@@ -1,8 +1,7 @@
 """Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, and outputs.
 
 Each is an expression of torch, and one launch on a CUDA device (`backends/triton/passes/angles.py` and `trapezoid.py`).
-`packing` says where sequences lie (None: in rows), and a `first` tensor is what the state kept of the token before
-each of them (None: zeros).
+`packing` says where sequences lie (None: in rows); `first` tensors are of the token before each (None: zeros).
 """
 
 from __future__ import annotations
