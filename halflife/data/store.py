@@ -26,11 +26,12 @@ from halflife.data import documents
 from halflife.data.cache import locked
 from halflife.data.documents import Piece
 from halflife.data.splits import Advance, Plan, SplitSettings, divided
-from halflife.data.tokenizers import encode_ahead
+from halflife.data.tokenizers import Tokenizer, encode_ahead
 from halflife.files import naming, read_json, sha256_of, write_json
 from halflife.tasks.base import SPLITS
 
 FORMAT = 1
+COUNTS = ("tokens", "bytes", "documents")
 HASH_BYTES = 1 << 20  # bytes hashed at a time
 TOKENISE_BYTES = 1 << 20  # bytes tokenised at a time, in parallel where the tokenizer can
 
@@ -52,39 +53,43 @@ def digest(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> 
 
 
 class Writer:
-    """Appends documents to the files of one split, which `stack` closes."""
+    """Appends documents to the files of one split, which `stack` closes, and to the `counts` of what these hold."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, stack: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, split: str, tokenizer: Tokenizer, stack: ExitStack, counts: dict[str, int] | None = None
+    ) -> None:
         self.tokens, self.offsets = (
-            stack.enter_context((folder / f"{split}.{name}").open("wb")) for name in ("tokens", "offsets")
+            stack.enter_context((folder / f"{split}.{name}").open("ab")) for name in ("tokens", "offsets")
         )
-        self.checksum, self.token_checksum, self.dtype = hashlib.sha256(), hashlib.sha256(), dtype
-        self.counts = {"tokens": 0, "bytes": 0, "documents": 0}
-        self.started = False  # whether the current document has a token
-
-    def add(self, ids: np.ndarray, size: int, last: bool, eos: int | None) -> None:
-        """Append a piece of a document: its token ids `[T]`, which stand for `size` bytes of text."""
-        if last and eos is not None:
-            ids = np.append(ids, eos)
-        if len(ids) and not self.started:
+        self.checksum, self.token_checksum = hashlib.sha256(), hashlib.sha256()
+        self.dtype, self.eos = dtype_of(tokenizer.vocab_size), tokenizer.eos
+        self.counts = counts or dict.fromkeys(COUNTS, 0)
+        self.begun = 0  # tokens of the current document
+        if counts is None:
             self._offset()
-        self.started = (self.started or len(ids) > 0) and not last
+
+    def add(self, ids: np.ndarray, piece: Piece) -> None:
+        """Append the token ids `[T]` of a piece of a document; documents without tokens do not count."""
+        if piece.last and self.eos is not None:
+            ids = np.append(ids, self.eos)
         data = ids.astype(self.dtype).tobytes()
         self.tokens.write(data)
         self.token_checksum.update(data)
         self.counts["tokens"] += len(ids)
-        self.counts["bytes"] += size
+        self.counts["bytes"] += len(piece.data)
+        self.begun += len(ids)
+        if piece.last and self.begun:
+            self.counts["documents"] += 1
+            self._offset()
+            self.begun = 0
 
     def _offset(self) -> None:
         data = np.int64(self.counts["tokens"]).tobytes()
         self.offsets.write(data)
         self.checksum.update(data)
-        self.counts["documents"] += 1
 
     def finish(self) -> dict[str, Any]:
-        """Write the last offset, which is the end; return the counts and the checksums for the index."""
-        self._offset()
-        self.counts["documents"] -= 1  # the end is not a document
+        """The counts and the checksums for the index."""
         return {**self.counts, "offsets": self.checksum.hexdigest(), "sha256": self.token_checksum.hexdigest()}
 
 
@@ -95,17 +100,17 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 def write(files: Sequence[Path], settings: SplitSettings, plan: Plan, folder: Path, advance: Advance) -> dict[str, Any]:
     """Tokenise the files into `folder` in the second pass; returns the entry of each split in the index."""
-    tokenizer, dtype = settings.tokenizer, dtype_of(settings.tokenizer.vocab_size)
+    tokenizer = settings.tokenizer
     stream = (piece for path in files for piece in documents.pieces(path, settings.field))
     stream = divided(stream, plan.cuts) if plan.cuts else stream
     document = 0
     with naming(folder), ExitStack() as stack:
-        writers = [Writer(folder, split, dtype, stack) for split in SPLITS]
+        writers = [Writer(folder, split, tokenizer, stack) for split in SPLITS]
         for batch, encoded in encode_ahead(tokenizer, _batches(stream), lambda batch: [p.data for p in batch]):
             for piece, ids in zip(batch, encoded, strict=True):
                 if document == len(plan.splits):
                     raise ValueError("the files changed while they were read")
-                writers[plan.splits[document]].add(ids, len(piece.data), piece.last, tokenizer.eos)
+                writers[plan.splits[document]].add(ids, piece)
                 document += piece.last
             advance(sum(len(piece.data) for piece in batch))
         entries = {split: writer.finish() for split, writer in zip(SPLITS, writers, strict=True)}

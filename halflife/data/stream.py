@@ -25,7 +25,7 @@ from halflife.data.cache import cache_folder, locked
 from halflife.data.documents import Piece
 from halflife.data.hub import HubSource
 from halflife.data.splits import SplitSettings
-from halflife.data.store import dtype_of
+from halflife.data.store import COUNTS, Writer, dtype_of
 from halflife.data.tokenizers import encode_ahead
 from halflife.files import naming
 from halflife.tasks.base import SPLITS
@@ -33,7 +33,6 @@ from halflife.tasks.base import SPLITS
 FORMAT = 1
 CHUNK = 1 << 20  # bytes of text between two records
 RECORDS = "records.jsonl"
-COUNTS = ("tokens", "bytes", "documents")
 Report = Callable[[dict[str, Any], int], None]  # is told each record, and the training tokens that are wanted
 
 
@@ -110,14 +109,15 @@ class Stream:
         last = [first, *self.records()][-1]
         self._truncate(last)
         with ExitStack() as stack:
-            names = (*self._sizes(last), RECORDS)
-            files = {name: stack.enter_context((self.folder / name).open("ab")) for name in names}
+            tokenizer, counts = self.settings.tokenizer, last["splits"]
+            writers = [Writer(self.folder, split, tokenizer, stack, dict(counts[split])) for split in SPLITS]
+            records = stack.enter_context((self.folder / RECORDS).open("ab"))
             encoded = encode_ahead(
-                self.settings.tokenizer, self._chunks(last), lambda chunk: [piece.data for piece, _ in chunk.pieces]
+                tokenizer, self._chunks(last), lambda chunk: [piece.data for piece, _ in chunk.pieces]
             )
             for chunk, ids in encoded:
                 with naming(self.folder):
-                    last = self._append(files, last, chunk, ids)
+                    last = self._append(writers, records, chunk, ids)
                 report(last, tokens)
                 if self._enough(last, tokens, held_out):
                     break
@@ -144,29 +144,17 @@ class Stream:
         validation, test = self.settings.fractions
         return 1 if place < validation else 2 if place < validation + test else 0
 
-    def _append(
-        self, files: dict[str, Any], last: dict[str, Any], chunk: Chunk, ids: list[np.ndarray]
-    ) -> dict[str, Any]:
+    def _append(self, writers: list[Writer], records: Any, chunk: Chunk, ids: list[np.ndarray]) -> dict[str, Any]:
         """Write the tokens of a chunk and then its record, which makes them valid; return the record."""
-        tokenizer, counts = self.settings.tokenizer, {name: dict(last["splits"][name]) for name in SPLITS}
-        dtype, begun = dtype_of(tokenizer.vocab_size), 0
         for (piece, split), new in zip(chunk.pieces, ids, strict=True):
-            name = SPLITS[split]
-            if piece.last and tokenizer.eos is not None:
-                new = np.append(new, tokenizer.eos)
-            files[f"{name}.tokens"].write(new.astype(dtype).tobytes())
-            counts[name]["tokens"] += len(new)
-            counts[name]["bytes"] += len(piece.data)
-            begun += len(new)
-            if piece.last and begun:  # the end of a document that has a token
-                files[f"{name}.offsets"].write(np.int64(counts[name]["tokens"]).tobytes())
-                counts[name]["documents"] += 1
-            begun = 0 if piece.last else begun
+            writers[split].add(new, piece)
+        for writer in writers:
+            writer.tokens.flush()
+            writer.offsets.flush()
+        counts = {split: dict(writer.counts) for split, writer in zip(SPLITS, writers, strict=True)}
         record = {"rows": chunk.rows, "state": chunk.state, "splits": counts}
-        for name in (*self._sizes(record), RECORDS):
-            if name == RECORDS:
-                files[name].write(json.dumps(record).encode() + b"\n")
-            files[name].flush()
+        records.write(json.dumps(record).encode() + b"\n")
+        records.flush()
         return record
 
     def _sizes(self, record: dict[str, Any]) -> dict[str, int]:
@@ -181,9 +169,8 @@ class Stream:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, size in self._sizes(record).items():
             path = self.folder / name
-            if not path.exists():
-                path.write_bytes(np.int64(0).tobytes() if name.endswith("offsets") else b"")
-            os.truncate(path, size)
+            path.touch()
+            os.truncate(path, size)  # which fills a new file with zeros, and the first offset is 0
         if (path := self.folder / RECORDS).exists():
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 

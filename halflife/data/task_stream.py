@@ -49,9 +49,3 @@ class TaskStream(Dataset[dict[str, Tensor]]):
             "labels": torch.cat([batch.labels for batch in batches]),
             **mask,
         }
-
-
-def unwrap_batch(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The only element of `items`, which is a whole batch; for a `DataLoader` with batch size 1."""
-    (batch,) = items
-    return batch

@@ -13,18 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from halflife.models import text
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
-from halflife.models.text import (
-    CONTEXT,
-    TextStream,
-    choose,
-    context,
-    divide_stops,
-    likeliest,
-    number_of,
-    pieces_of_text,
-)  # fmt: skip
 from halflife.ops.arguments import may_branch
 from halflife.ops.linear import fast_linears
 
@@ -50,7 +41,7 @@ def next_token(model: LanguageModel, ids: Tensor, state: ModelState | None) -> D
     """The logits `[V]` of the token after one sequence, and on a GPU the likeliest token, which its graph computes."""
     hidden, state = model.hidden(ids, state)
     logits = model.logits(hidden[0, -1])
-    return [logits] if may_branch(logits.device) else [logits, likeliest(logits)], state
+    return [logits] if may_branch(logits.device) else [logits, text.likeliest(logits)], state
 
 
 class Session:
@@ -118,8 +109,8 @@ class Session:
 
     def _remember(self, tokens: list[int]) -> None:
         self._recent = [*self._recent, *tokens]
-        if len(self._recent) > 2 * CONTEXT:  # so most tokens need no call of the tokenizer
-            self._recent = context(self.decode, self._recent) if self._has_text else self._recent[-CONTEXT:]
+        if len(self._recent) > 2 * text.CONTEXT:  # so most tokens need no call of the tokenizer
+            self._recent = text.context(self.decode, self._recent) if self._has_text else self._recent[-text.CONTEXT :]
 
     @property
     def _has_text(self) -> bool:
@@ -206,8 +197,8 @@ class Session:
 
         def draw_next() -> int:
             logits, *best = self._results
-            chosen = choose(logits, temperature, top_k, top_p, generator, *best)
-            token = number_of(chosen)
+            chosen = text.choose(logits, temperature, top_k, top_p, generator, *best)
+            token = text.number_of(chosen)
             self._read(chosen.view(1), [token])
             return token
 
@@ -225,9 +216,9 @@ class Session:
             raise ValueError(
                 f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )
-        ends, texts = divide_stops([stop] if isinstance(stop, str) else stop)
+        ends, texts = text.divide_stops([stop] if isinstance(stop, str) else stop)
         tokens = self.sample(n, **settings)
-        return pieces_of_text(tokens, ends, TextStream(self.decode, self._recent, texts))
+        return text.pieces_of_text(tokens, ends, text.TextStream(self.decode, self._recent, texts))
 
     def save(self, path: str | Path) -> Path:
         """Write the state and the last logits into a safetensors file, from which `load` continues, if there are."""

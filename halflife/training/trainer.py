@@ -13,7 +13,6 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from halflife.data.task_stream import unwrap_batch
 from halflife.files import RUN_JSON, read_json_object, write_json
 from halflife.layers.memory.gate_rank import GateRank
 from halflife.models import param_groups
@@ -30,7 +29,8 @@ WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not lo
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
     """The only element of `items`, a micro-batch, with boundaries as a `Packing` and `part` as numbers of the host."""
-    batch: dict[str, Any] = dict(unwrap_batch(items))
+    (only,) = items
+    batch = dict(only)
     if "cu_seqlens" in batch:
         batch["cu_seqlens"] = Packing.of(batch["cu_seqlens"], *batch["input_ids"].shape[:2])
     if "part" in batch:

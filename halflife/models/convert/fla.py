@@ -14,7 +14,7 @@ from torch import Tensor
 from halflife.layers.parts import FEATURE_MAPS
 from halflife.models.config import ModelConfig
 from halflife.models.convert.rules import Rule, copy, divide, heads, qkv_rules, shared_heads
-from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
+from halflife.models.convert.source import SOURCES, Config, Source, configured, known_keys, settings
 from halflife.models.lm import LanguageModel
 
 Parsed = tuple[SimpleNamespace, ModelConfig]
@@ -173,11 +173,7 @@ def fused_norm(s: SimpleNamespace) -> str:
 
 def linear_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
     width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4) * 2 / 3) // 256) * 256
-    return ModelConfig(
-        name=mixer, vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers, mixer=mixer,
-        mixer_options={**options, "norm_eps": s.norm_eps}, intermediate_size=width,
-        tie_embeddings=s.tie_word_embeddings, norm_eps=s.norm_eps, initializer_range=s.initializer_range,
-    )  # fmt: skip
+    return configured(s, mixer, {**options, "norm_eps": s.norm_eps}, s.norm_eps, intermediate_size=width)
 
 
 def qkv(s: SimpleNamespace, model: ModelConfig, *given: int, repeat: bool = True) -> Iterator[Rule]:

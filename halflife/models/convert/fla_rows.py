@@ -9,56 +9,41 @@ from typing import Any
 from halflife.decay.retnet import PaperRetNetDecay
 from halflife.layers.parts import FEATURE_MAPS
 from halflife.models.config import ModelConfig
-from halflife.models.convert.fla import (
-    DECAY,
-    DEFAULTS,
-    FIXED,
-    NULLABLE,
-    SPEED,
-    STRENGTH,
-    Parsed,
-    common,
-    describe_gla,
-    expanded,
-    fused_norm,
-    linear_model,
-    model_rules,
-    output,
-    qkv,
-)  # fmt: skip
+from halflife.models.convert import fla
 from halflife.models.convert.rules import Rule, divide, heads, qkv_rules, shared_heads
 from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
 from halflife.models.lm import LanguageModel
 
 DELTA_NET = {
-    **DEFAULTS, "num_hidden_layers": 24, "num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_gate": False,
+    **fla.DEFAULTS, "num_hidden_layers": 24, "num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_gate": False,
     "allow_neg_eigval": False,
 }  # fmt: skip
 PRODUCT = {
-    **DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "head_dim": 256, "expand_v": 2.0, "use_output_gate": True,
+    **fla.DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "head_dim": 256, "expand_v": 2.0, "use_output_gate": True,
     "use_forget_gate": False, "allow_neg_eigval": False, "num_householder": 1,
 }  # fmt: skip
 COMBA = {
-    **DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0,
+    **fla.DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0,
     "use_output_gate": True, "correction_factor": 1.0,
 }  # fmt: skip
 RETNET = {
-    **DEFAULTS, "num_hidden_layers": 24, "num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0,
+    **fla.DEFAULTS, "num_hidden_layers": 24, "num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0,
     "hidden_ratio": 2.0, "use_output_gate": True, "fuse_norm": True,
 }  # fmt: skip
 
-CONVOLVED = {**FIXED, "use_short_conv": (True,)}
+CONVOLVED = {**fla.FIXED, "use_short_conv": (True,)}
 DELTA_NET_FIXED = {**CONVOLVED, "use_beta": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)}
 # fla's models of Comba and RetNet do not pass these settings on to their layers.
 COMBA_FIXED = {**CONVOLVED, "use_inner_decay": (True,), "use_output_correction": (True,)}
 RETNET_FIXED = {
-    **FIXED, "use_short_conv": (False,), "feature_map": (None, "swish", *FEATURE_MAPS), "elementwise_affine": (True,),
+    **fla.FIXED, "use_short_conv": (False,), "elementwise_affine": (True,),
+    "feature_map": (None, "swish", *FEATURE_MAPS),
 }  # fmt: skip
 
 
 def _read(config: Config, defaults: Config, fixed: Any, *more: str) -> SimpleNamespace:
-    known_keys(config, {*defaults, *fixed, *SPEED, *more})
-    return settings(config, defaults, fixed, NULLABLE)
+    known_keys(config, {*defaults, *fixed, *fla.SPEED, *more})
+    return settings(config, defaults, fixed, fla.NULLABLE)
 
 
 def _sizes(s: SimpleNamespace) -> dict[str, int]:
@@ -67,9 +52,9 @@ def _sizes(s: SimpleNamespace) -> dict[str, int]:
     return {"num_heads": s.num_heads, "head_dim": key, "value_dim": value}
 
 
-def _delta_net(config: Config) -> Parsed:
+def _delta_net(config: Config) -> fla.Parsed:
     s = _read(config, DELTA_NET, DELTA_NET_FIXED, "use_output_norm")
-    return s, linear_model("deltanet", s, {
+    return s, fla.linear_model("deltanet", s, {
         **_sizes(s), "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval,
         "gate": "swish" if s.use_gate else "none",
     })  # fmt: skip
@@ -77,20 +62,20 @@ def _delta_net(config: Config) -> Parsed:
 
 def _delta_net_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     number = s.num_heads
-    return model_rules(model, [*qkv(s, model, number, number, number), STRENGTH, *output(s.use_gate)])
+    return fla.model_rules(model, [*fla.qkv(s, model, number, number, number), fla.STRENGTH, *fla.output(s.use_gate)])
 
 
 def _describe_delta_net(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one = mixers[0]
     return {
-        **expanded(model, one), "use_gate": hasattr(one.gate, "proj"), "use_beta": True, "qk_norm": "l2",
+        **fla.expanded(model, one), "use_gate": hasattr(one.gate, "proj"), "use_beta": True, "qk_norm": "l2",
         "qk_activation": "silu", "allow_neg_eigval": one.update.allow_neg_eigval,
     }  # fmt: skip
 
 
-def _product(config: Config) -> Parsed:
+def _product(config: Config) -> fla.Parsed:
     s = _read(config, PRODUCT, CONVOLVED)
-    return s, linear_model("deltaproduct", s, {
+    return s, fla.linear_model("deltaproduct", s, {
         "num_heads": s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
         "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, "num_householder": s.num_householder,
         "gate": "swish" if s.use_output_gate else "none", **({} if s.use_forget_gate else {"decay": None}),
@@ -102,21 +87,22 @@ def _product_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     # The keys and values of the steps of a token lie side by side in both.
     sizes = (o["head_dim"], steps * o["head_dim"], steps * o["value_dim"])
     joint = qkv_rules(s.hidden_size, (s.num_heads,) * 3, sizes, s.conv_size)
-    return model_rules(model, [*joint, STRENGTH, *DECAY, *output(s.use_output_gate)])
+    return fla.model_rules(model, [*joint, fla.STRENGTH, *fla.DECAY, *fla.output(s.use_output_gate)])
 
 
 def _describe_product(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one = mixers[0]
     return {
         "num_heads": one.num_heads, "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim,
-        **common(model, one), "use_output_gate": hasattr(one.gate, "proj"), "use_forget_gate": one.decay is not None,
-        "allow_neg_eigval": one.update.allow_neg_eigval, "num_householder": one.update.num_householder,
+        **fla.common(model, one), "use_output_gate": hasattr(one.gate, "proj"),
+        "use_forget_gate": one.decay is not None, "allow_neg_eigval": one.update.allow_neg_eigval,
+        "num_householder": one.update.num_householder,
     }  # fmt: skip
 
 
-def _comba(config: Config) -> Parsed:
+def _comba(config: Config) -> fla.Parsed:
     s = _read(config, COMBA, COMBA_FIXED)
-    return s, linear_model("comba", s, {
+    return s, fla.linear_model("comba", s, {
         "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
         "conv_size": s.conv_size, "gate": "sigmoid" if s.use_output_gate else "none", "normalize_feedback": True,
         "correction": float(s.correction_factor),
@@ -126,8 +112,8 @@ def _comba(config: Config) -> Parsed:
 def _comba_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     number = model.mixer_options["num_heads"]
     shared = heads(0, s.num_heads, 1, divide(number, s.num_heads, "heads that share a key or a value"))
-    return model_rules(model, [
-        *qkv(s, model, s.num_heads, s.num_heads, number), STRENGTH, *DECAY, *output(s.use_output_gate),
+    return fla.model_rules(model, [
+        *fla.qkv(s, model, s.num_heads, s.num_heads, number), fla.STRENGTH, *fla.DECAY, *fla.output(s.use_output_gate),
         Rule("feedback.share", (("decay", (s.num_heads,)),), shared),
         Rule("feedback.output", (("D", (s.num_heads,)),), shared),
     ])  # fmt: skip
@@ -137,15 +123,15 @@ def _describe_comba(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     one, shares = mixers[0], [x for mixer in mixers for x in (mixer.feedback.share, mixer.feedback.output)]
     return {
         "num_heads": one.num_heads // shared_heads(mixers, slice(0, 2), shares), "num_v_heads": one.num_heads,
-        "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, **common(model, one),
+        "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, **fla.common(model, one),
         "use_output_gate": hasattr(one.gate, "proj"), "use_inner_decay": True, "use_output_correction": True,
         "correction_factor": one.feedback.correction,
     }  # fmt: skip
 
 
-def _retnet(config: Config) -> Parsed:
+def _retnet(config: Config) -> fla.Parsed:
     s = _read(config, RETNET, RETNET_FIXED)
-    return s, linear_model("retnet", s, {
+    return s, fla.linear_model("retnet", s, {
         **_sizes(s), "decay": "retnet_paper", "conv_size": 0, "gate": "swish" if s.use_output_gate else "none",
         **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
     })  # fmt: skip
@@ -153,14 +139,14 @@ def _retnet(config: Config) -> Parsed:
 
 def _retnet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     shared = s.num_kv_heads or s.num_heads
-    return model_rules(model, [
-        *qkv(s, model, s.num_heads, shared, shared), *output(s.use_output_gate, fused_norm(s)),
+    return fla.model_rules(model, [
+        *fla.qkv(s, model, s.num_heads, shared, shared), *fla.output(s.use_output_gate, fla.fused_norm(s)),
         Rule("decay.log_rate", (), value=PaperRetNetDecay(num_heads=s.num_heads, head_dim=1).rates().log()),
     ])  # fmt: skip
 
 
 def _describe_retnet(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
-    return {**describe_gla(model, mixers), "elementwise_affine": True}
+    return {**fla.describe_gla(model, mixers), "elementwise_affine": True}
 
 
 SOURCES.add("delta_net")(

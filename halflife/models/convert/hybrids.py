@@ -25,7 +25,7 @@ from halflife.models.convert.rules import (
     qkv_rules,
     split_convolutions,
 )
-from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
+from halflife.models.convert.source import SOURCES, Config, Source, configured, known_keys, settings
 from halflife.models.lm import LanguageModel
 
 Parsed = tuple[SimpleNamespace, ModelConfig]
@@ -118,12 +118,10 @@ def _model(
     name: str, config: Config, s: SimpleNamespace, kind: dict[str, Any], norm: str = "rms", **options: Any
 ) -> ModelConfig:
     full = [i for i, layer in enumerate(_layer_types(config, s)) if layer == "full_attention"]
-    return ModelConfig(
-        name=name, vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers,
-        mixer="gated_deltanet", mixer_options={**gated_deltanet_options(s), **options},
-        hybrid={"mixer": "attention", "layers": full, **kind} if full else {}, norm=norm, norm_eps=s.rms_norm_eps,
-        intermediate_size=s.intermediate_size, tie_embeddings=s.tie_word_embeddings,
-        initializer_range=s.initializer_range,
+    options, hybrid = {**gated_deltanet_options(s), **options}, {"mixer": "attention", "layers": full, **kind}
+    return configured(
+        s, "gated_deltanet", options, s.rms_norm_eps, name=name, hybrid=hybrid if full else {}, norm=norm,
+        intermediate_size=s.intermediate_size,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from halflife.models.config import ModelConfig
 from halflife.models.convert.rules import Rule, copy, divide
-from halflife.models.convert.source import SOURCES, Config, Source, plain, settings
+from halflife.models.convert.source import SOURCES, Config, Source, configured, plain, settings
 from halflife.models.lm import LanguageModel
 
 DEFAULTS = {
@@ -69,11 +69,7 @@ def _parse(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
     }  # fmt: skip
     options |= {"decay_options": limits} if (limits := step_limits(config.get("time_step_limit"))) else {}
     options |= {"output_norm": "before_gate"} if before else {}
-    return s, ModelConfig(
-        name="mamba2", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers,
-        mixer="mamba2", mixer_options=options, mlp="none", tie_embeddings=s.tie_word_embeddings,
-        norm_eps=s.layer_norm_epsilon, initializer_range=s.initializer_range,
-    )  # fmt: skip
+    return s, configured(s, "mamba2", options, s.layer_norm_epsilon, mlp="none")
 
 
 def _describe(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from halflife.models.config import ModelConfig
 from halflife.models.convert.fla import SPEED
 from halflife.models.convert.mamba2 import backbone_rules
 from halflife.models.convert.rules import Rule, copy, divide
-from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
+from halflife.models.convert.source import SOURCES, Config, Source, configured, known_keys, settings
 from halflife.models.lm import LanguageModel
 
 DEFAULTS = {
@@ -34,11 +34,7 @@ def _parse(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
         "rope_fraction": s.rope_fraction, "rank": s.rank, "rate_floor": s.A_floor, "output_norm": s.is_outproj_norm,
         "norm_eps": s.norm_eps,
     }  # fmt: skip
-    return s, ModelConfig(
-        name="mamba3", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers,
-        mixer="mamba3", mixer_options=options, mlp="none", tie_embeddings=s.tie_word_embeddings, norm_eps=s.norm_eps,
-        initializer_range=s.initializer_range,
-    )  # fmt: skip
+    return s, configured(s, "mamba3", options, s.norm_eps, mlp="none")
 
 
 def _rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halflife.models.config import ModelConfig
 from halflife.models.convert.rules import Rule, Tensors, convert_from, copy, divide
-from halflife.models.convert.source import SOURCES, Config, Converted, Source, settings
+from halflife.models.convert.source import SOURCES, Config, Converted, Source, configured, settings
 from halflife.models.lm import LanguageModel, on_meta
 
 DEFAULTS = {
@@ -87,12 +87,8 @@ def _parse(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
         "value_rank": s.v_low_rank_dim, "gate_rank": s.gate_low_rank_dim, "norm_eps": s.norm_eps,
     }  # fmt: skip
     width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4)) // 32) * 32
-    return s, ModelConfig(
-        name="rwkv7", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers,
-        mixer="rwkv7", mixer_options=options, mlp="rwkv7", intermediate_size=width,
-        tie_embeddings=s.tie_word_embeddings, norm="layer", norm_eps=s.norm_eps, embedding_norm=s.norm_first,
-        initializer_range=s.initializer_range,
-    )  # fmt: skip
+    others = {"norm": "layer", "embedding_norm": s.norm_first, "intermediate_size": width}
+    return s, configured(s, "rwkv7", options, s.norm_eps, mlp="rwkv7", **others)
 
 
 def _describe(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:

@@ -104,6 +104,15 @@ def settings(
     return SimpleNamespace(**read)
 
 
+def configured(s: SimpleNamespace, mixer: str, options: dict[str, Any], norm_eps: float, **others: Any) -> ModelConfig:
+    """Our configuration of a model by a mixer, with the settings that all kinds of models have, and others."""
+    return ModelConfig(
+        vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers, mixer=mixer,
+        mixer_options=options, tie_embeddings=s.tie_word_embeddings, norm_eps=norm_eps,
+        initializer_range=s.initializer_range, **{"name": mixer, **others},
+    )  # fmt: skip
+
+
 def known_keys(config: Config, names: Iterable[str]) -> None:
     """Raise ValueError if a `config.json` has other settings than these and those that change no logits."""
     if unknown := sorted(set(config) - GENERIC - set(names)):
