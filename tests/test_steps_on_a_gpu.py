@@ -8,10 +8,10 @@ from accelerate.state import AcceleratorState, PartialState
 from torch.profiler import DeviceType
 
 from halflife import LanguageModel, preset
-from halflife.evaluation.profile import times
 from halflife.training.checkpoints import CheckpointStore
 from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
+from halflife.training.profile import times
 from halflife.training.speed import StepTimes
 from halflife.training.trainer import HalflifeTrainer
 

@@ -1,15 +1,6 @@
 """Sequence mixers, `(x, state) → (y, state)`: projections, a decay and an op."""
 
-from halflife.layers import (  # noqa: F401 (each registers itself)
-    attention,
-    fox,
-    longhorn,
-    mamba2,
-    mamba3,
-    rwkv7,
-    ska,
-    tpe,
-)
+from halflife.layers import attention, fox, longhorn, mamba2, mamba3, rwkv7, ska, tpe  # noqa: F401 (they register)
 from halflife.layers.design import rows  # noqa: F401
 from halflife.layers.design.block import LinearMixer
 from halflife.layers.memory.gate_rank import GateRank, gate_statistics

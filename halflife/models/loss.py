@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halflife.ops.cross_entropy import cross_entropy, losses_and_errors, takes_place, widened
+from halflife.ops.cross_entropy import cross_entropy, losses_and_errors, takes_place
 from halflife.ops.linear import weight_of
+from halflife.precision import compute_dtype
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
@@ -70,7 +71,7 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor, backend:
 
 def _sum_of_losses(logits: Tensor, labels: Tensor, backend: str) -> Tensor:
     if logits.is_cpu:
-        return F.cross_entropy(widened(logits), labels, reduction="sum")
+        return F.cross_entropy(logits.to(compute_dtype(logits)), labels, reduction="sum")
     return cross_entropy(logits, labels, IGNORED, backend).sum()
 
 
@@ -135,7 +136,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, backend: str = "auto") -> Tensor:
         place = hidden.dtype.itemsize if takes_place(hidden, labels, backend) else 0
-        number = _number(labels).to(widened(weight[:0]).dtype)
+        number = _number(labels).to(compute_dtype(weight))
         # 1 / number would be lost to float16 before the sums. A power of two is a factor of their results.
         mantissa, exponent = torch.frexp(number)
         factor, power = 1 / mantissa, torch.exp2(-exponent.to(number.dtype))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.arguments import may_branch
+from halflife.precision import compute_dtype
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -210,5 +211,5 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
         if scaled.isfinite().all():
             return scaled
         return ((logits.double() - logits.double().max()) / temperature).float()
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits.to(compute_dtype(logits))
     return ((wide - wide.max()) / max(temperature, COLDEST)).float()

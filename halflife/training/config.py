@@ -118,7 +118,7 @@ class ExecutionConfig:
     # those that have the same piece of different rows. Otherwise each process holds all of them (DDP).
     fsdp: bool = False
     context_parallel: int = 1  # processes that share each row, of which each has a piece (`halflife.parallel`)
-    profile: bool = False  # whether to profile a few steps by pass (`evaluation.profile`)
+    profile: bool = False  # whether to profile a few steps by pass (`training.profile`)
     track: tuple[str, ...] = ()  # names of `TRACKERS`, to which the run is reported (`training.trackers`)
     # the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run by itself.
     sweep: Path | None = None

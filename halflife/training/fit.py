@@ -27,8 +27,6 @@ from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank
 from halflife.training.schedules import BY_EPOCH
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from halflife.parallel import ContextParallel
     from halflife.training.callbacks import Metrics
     from halflife.training.speed import Speed
@@ -203,10 +201,13 @@ def fit(
         if execution.fsdp:
             sharding.fully_shard(objective, mesh=mesh["rows"])
         if execution.context_parallel > 1:
-            objective.context, data = split_rows(objective, data, mesh["context"])
+            from halflife.parallel import Pieces, context_parallel
+
+            objective.context, model.context_parallel = context_parallel(objective, mesh["context"]), None
+            data = Pieces(data, objective.context.size)
     callbacks: list[Any] = [metrics, stop, *([bar] if execution.show and rank() == 0 else [])]
     if execution.profile:
-        from halflife.evaluation.profile import Profile
+        from halflife.training.profile import Profile
 
         callbacks.append(Profile(objective, folder, arguments.device))
     kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
@@ -237,16 +238,6 @@ def fit(
     if stop.received is not None:
         raise StoppedBySignal(f"stopped after step {trainer.state.global_step} of {config.steps}", stop.received)
     return None, metrics
-
-
-def split_rows(
-    objective: Objective, data: Dataset[dict[str, Tensor]], mesh: DeviceMesh
-) -> tuple[ContextParallel, Dataset[dict[str, Tensor]]]:
-    """Share each row among the processes of a dimension of a mesh: their line, and the data in pieces."""
-    from halflife.parallel import Pieces, context_parallel
-
-    context, objective.model.context_parallel = context_parallel(objective, mesh), None
-    return context, Pieces(data, context.size)
 
 
 class StoppedBySignal(Exception):

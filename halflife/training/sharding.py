@@ -8,14 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -26,7 +21,7 @@ from halflife.models.lm import Block
 from halflife.precision import Float32Module
 
 SHARDS = "shards"
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # keys are parameter names, not indices
+FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)  # keys are parameter names, not indices
 
 
 # The modules that are sharded apart. FSDP1 and FSDP2 need parameters of one dtype in each, and those of decays are
@@ -75,7 +70,7 @@ def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     moments = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
     states: dict[str, Any] = {"model_state_dict": weights, "optim_state_dict": {**settings, **moments}}
-    set_state_dict(model, optimizer, **states, options=FLAT)
+    state_dict.set_state_dict(model, optimizer, **states, options=FLAT)
 
 
 def _first_failure(error: CheckpointException) -> str:
@@ -84,7 +79,7 @@ def _first_failure(error: CheckpointException) -> str:
 
 def _parts(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a checkpoint, and the optimiser's settings, which are not saved: the configuration has them."""
-    weights, state = get_state_dict(model, optimizer, options=FLAT)
+    weights, state = state_dict.get_state_dict(model, optimizer, options=FLAT)
     moments = {f"optimizer/{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
     settings = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
     return {**{f"model/{k}": v for k, v in weights.items()}, **moments}, settings
@@ -92,5 +87,5 @@ def _parts(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any]
 
 def gather(model: LanguageModel) -> dict[str, torch.Tensor]:
     """The unsharded parameters of a model, on the CPU of the first process; `{}` on the others."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return cast(dict[str, torch.Tensor], get_model_state_dict(model, options=options))
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return cast(dict[str, torch.Tensor], state_dict.get_model_state_dict(model, options=options))

@@ -60,7 +60,9 @@ class HalflifeTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
-        window = {"loss": self._mean(self._tr_loss), "logged": self._globalstep_last_logged, "gates": self._gates()}
+        counts = {name: module.counts for name, module in self._gate_modules().items()}
+        gates = {name: None if sums is None else torch.stack(sums).tolist() for name, sums in counts.items()}
+        window = {"loss": self._mean(self._tr_loss), "logged": self._globalstep_last_logged, "gates": gates}
         with self.store.write(step) as folder:
             self._written_to = str(folder)
             try:
@@ -101,10 +103,6 @@ class HalflifeTrainer(Trainer):
     def _gate_modules(self) -> dict[str, GateRank]:
         model: Any = self.model
         return {name: module for name, module in model.named_modules() if isinstance(module, GateRank)}
-
-    def _gates(self) -> dict[str, list[float] | None]:
-        counts = {name: module.counts for name, module in self._gate_modules().items()}
-        return {name: None if sums is None else torch.stack(sums).tolist() for name, sums in counts.items()}
 
     def _mean(self, value: torch.Tensor) -> float:
         if torch.distributed.is_initialized():

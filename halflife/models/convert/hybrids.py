@@ -16,15 +16,7 @@ from torch import Tensor
 from halflife.layers.attention import Attention
 from halflife.layers.design.rows import GatedDeltaNet
 from halflife.models.config import ModelConfig
-from halflife.models.convert.rules import (
-    Rule,
-    Tensors,
-    copy,
-    divide,
-    join_convolutions,
-    qkv_rules,
-    split_convolutions,
-)
+from halflife.models.convert.rules import Rule, Tensors, copy, divide, join_convolutions, qkv_rules, split_convolutions
 from halflife.models.convert.source import SOURCES, Config, Source, configured, known_keys, settings
 from halflife.models.lm import LanguageModel
 

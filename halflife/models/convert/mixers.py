@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from halflife import layers
-from halflife.models.convert.hybrids import (
-    OLMO_MIXER_NAMES,
-    QWEN3_5_NAMES,
-    gated_deltanet_options,
-    gated_deltanet_rules,
-)
+from halflife.models.convert import hybrids
 from halflife.models.convert.mamba2 import mamba2_rules, step_limits
 from halflife.models.convert.rules import Rule, Tensors, convert_from, copy, divide, join_convolutions, qkv_rules
 from halflife.models.convert.source import Config, settings
@@ -92,17 +87,18 @@ def _qwen3_next(config: Config) -> Parsed:
 @MIXERS.add("qwen3_5_moe_text")
 def _qwen3_5(config: Config) -> Parsed:
     s = settings(config, GATED_DELTANET, SILU)
-    return _gated_deltanet(s, gated_deltanet_rules(s, *QWEN3_5_NAMES), norm_eps=s.rms_norm_eps)
+    return _gated_deltanet(s, hybrids.gated_deltanet_rules(s, *hybrids.QWEN3_5_NAMES), norm_eps=s.rms_norm_eps)
 
 
 @MIXERS.add("olmo_hybrid")
 def _olmo_hybrid(config: Config) -> Parsed:
     s = settings(config, {**GATED_DELTANET, "linear_allow_neg_eigval": True}, SILU)
-    return _gated_deltanet(s, gated_deltanet_rules(s, *OLMO_MIXER_NAMES), allow_neg_eigval=s.linear_allow_neg_eigval)
+    rules = hybrids.gated_deltanet_rules(s, *hybrids.OLMO_MIXER_NAMES)
+    return _gated_deltanet(s, rules, allow_neg_eigval=s.linear_allow_neg_eigval)
 
 
 def _gated_deltanet(s: SimpleNamespace, rules: Iterable[Rule], **more: Any) -> Parsed:
-    return "gated_deltanet", {"hidden_size": s.hidden_size, **gated_deltanet_options(s), **more}, rules
+    return "gated_deltanet", {"hidden_size": s.hidden_size, **hybrids.gated_deltanet_options(s), **more}, rules
 
 
 def _qwen3_next_rules(s: SimpleNamespace) -> Iterator[Rule]:

@@ -8,7 +8,6 @@ On a GPU one kernel reads the logits for the losses, and one writes the gradient
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from halflife.ops.arguments import is_transformed
 from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.dispatch import implements_pass, run_pass
 from halflife.ops.spec import OPS, define
+from halflife.precision import compute_dtype
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignored: int = -100, backend: str = "auto") -> Tensor:
@@ -23,13 +23,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignored: int = -100, backend: 
     return run_pass("cross_entropy", backend, (logits, labels), ignored)
 
 
-def widened(x: Tensor) -> Tensor:
-    """x in float32, or in its precision if that is higher."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _expression(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    rows = widened(logits).flatten(0, -2)
+    rows = logits.to(compute_dtype(logits)).flatten(0, -2)
     losses = F.cross_entropy(rows, labels.flatten().long(), reduction="none", ignore_index=ignored)
     return losses.view(labels.shape)
 
@@ -62,7 +57,7 @@ def losses_and_errors(
         triton.custom_op("cross_entropy_errors")(logits, labels, *sums, factor, ignored)
         return losses, logits
     counts, target = labels != ignored, labels.unsqueeze(1).clamp_min(0)
-    log_p = widened(logits).log_softmax(-1)
+    log_p = logits.to(compute_dtype(logits)).log_softmax(-1)
     losses = -log_p.gather(1, target).squeeze(1).where(counts, 0)  # also of a label whose logit is −inf
     errors = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0))
     return losses, errors.mul_((counts * factor).unsqueeze(1)).to(logits.dtype)
