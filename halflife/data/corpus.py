@@ -245,7 +245,6 @@ class Corpus:
 
     @classmethod
     def _mix(cls, config: CorpusConfig, show: bool) -> Corpus:
-        """Open each source as a corpus, with its share of the wanted tokens."""
         parts: list[Corpus] = []
         known = config.files or ((),) * len(config.sources)
         for source, own, share in zip(config.sources, known, shares(config.weights) / PERIOD_ROWS, strict=True):

@@ -105,7 +105,6 @@ def commit_of(wanted: HubSource) -> str:
 
 
 def _commit(wanted: HubSource) -> str:
-    """The commit of the revision; without a revision, the newest commit."""
     from huggingface_hub import HfApi
 
     try:

@@ -175,7 +175,6 @@ class Stream:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def _check_disk(self, record: dict[str, Any], tokens: int) -> None:
-        """Raise a ValueError if the disk cannot hold the tokens that are still wanted."""
         missing = tokens - record["splits"]["train"]["tokens"]
         needed = missing * dtype_of(self.settings.tokenizer.vocab_size).itemsize
         if needed > (free := shutil.disk_usage(self.folder).free):

@@ -118,7 +118,6 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
     def _chunked_loss(
         self, hidden: Tensor, labels: Tensor | None, shifted: Tensor | None, items: Tensor | int | None
     ) -> Tensor:
-        """Return what `ForCausalLMLoss` returns."""
         if self.loss_function is not ForCausalLMLoss:
             raise ValueError("config.chunked_loss is for the loss of transformers, and this model has another one")
         if shifted is None:

@@ -311,5 +311,4 @@ def _shift_start(size: int, exponent: float) -> Tensor:
 
 
 def _rank(width: float) -> int:
-    """The nearest multiple of 32, at least 32."""
     return max(32, round(width / 32) * 32)

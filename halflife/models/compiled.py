@@ -55,11 +55,7 @@ def _compiled(block: nn.Module, recompute: Sequence[str]) -> Callable[..., tuple
     reads_longest = any(getattr(module, "reads_longest", False) for module in block.modules())
 
     def run(
-        x: Tensor,
-        state: State | None,
-        cu_seqlens: Tensor | None,
-        longest: int | None,
-        given: Mapping[str, Tensor],
+        x: Tensor, state: State | None, cu_seqlens: Tensor | None, longest: int | None, given: Mapping[str, Tensor]
     ) -> tuple[Tensor, State, dict[str, Tensor]]:
         shared = SharedTensors(given)
         y, new = eager(x, state, Packing(x.shape[0], x.shape[1], cu_seqlens, longest), shared)

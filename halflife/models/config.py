@@ -149,7 +149,6 @@ class ModelConfig:
         return any(LAYERS[name].reads_action_mask for name in names)
 
     def _kind_of(self, layer: int) -> dict[str, Any]:
-        """The kind of `hybrids` that a layer has; empty if it is the base's alone."""
         return next((kind for kind in self.hybrids if layer in kind["layers"]), {})
 
     def to_dict(self) -> dict[str, Any]:

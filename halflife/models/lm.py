@@ -195,7 +195,6 @@ class Backbone(nn.Module):
         return all(block.takes_branch and not is_watched(block) for block in self.blocks)
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """The embeddings of token ids `[B, T]`; embeddings stay as they are."""
         if ids.is_floating_point():
             return ids
         if ids.is_meta and not self.embedding.weight.is_meta:
@@ -207,7 +206,6 @@ class Backbone(nn.Module):
             raise ValueError(f"{message}; got {int(ids.min())} to {int(ids.max())}") from error
 
     def _shared(self, ids: Tensor, action_mask: Tensor | None) -> SharedTensors:
-        """Return the tensors that one forward pass gives to all of its layers."""
         if action_mask is None:
             return SharedTensors()
         if action_mask.shape != ids.shape[:2]:

@@ -127,7 +127,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _model_name(folder: Path, readable: Callable[[str], bool]) -> str | None:
-    """Return the name of the model in a folder, or None if it is neither ours nor readable."""
     config = _config(folder)
     model, kind = config.get("model"), config.get("model_type")
     if is_ours(config):

@@ -83,7 +83,6 @@ def _scored(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plain_weight(head: Tensor | nn.Module) -> Tensor | None:
-    """The weight W of a head that is `x Wᵀ` and nothing else, or None for a head that must be called."""
     return head if isinstance(head, Tensor) else weight_of(head)
 
 

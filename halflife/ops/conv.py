@@ -120,7 +120,6 @@ implements("causal_conv1d", "triton", _triton, why_not=_why_not_triton, steps=Tr
 
 
 def _first(call: Call) -> Tensor:
-    """The inputs before the first token, as they are given."""
     return call.first_states(call.output_dtype)[0] if call.state is None else call.state[0]
 
 

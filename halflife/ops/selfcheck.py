@@ -233,7 +233,6 @@ def _call(op: str, arguments: dict[str, Tensor], options: dict[str, Any], backen
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest entry; infinite if an entry is not finite."""
     if not torch.isfinite(got).all():
         return float("inf")
     return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()

@@ -92,10 +92,7 @@ def peak_rate(device: torch.device, bf16: bool) -> float:
 
 
 def gemm_rate(
-    device: torch.device,
-    dtype: torch.dtype,
-    largest: int = GEMM_ROWS,
-    of: Callable[[Iterable[float]], float] = median,
+    device: torch.device, dtype: torch.dtype, largest: int = GEMM_ROWS, of: Callable[[Iterable[float]], float] = median
 ) -> float:
     """Operations per second of a large matrix product on this device.
 

@@ -141,7 +141,6 @@ class ReleasedUpdate(UpdateChoice):
 
 
 def _remember(block: Block, tokens: Tokens, k: Tensor, beta: Tensor | None) -> tuple[Tensor, State]:
-    """The linear or the delta update, in the block's memory."""
     x, q, _, v, g, _, state, packing = tokens
     return block.memory(x, q, k, v, g, beta, state, packing, **block.op_options)
 

@@ -53,7 +53,6 @@ class Base:
 
 
 def _block(summary: str, decay: str, granularity: str = "vector", share_keys: bool = False) -> Base:
-    """A decay in the design-space block."""
     return Base("linear", summary, {"decay": decay, "granularity": granularity, "share_keys": share_keys})
 
 

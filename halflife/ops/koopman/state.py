@@ -42,19 +42,10 @@ class Sums(NamedTuple):
 
     def after(self, earlier: Sums, decay: SumDecay | None = None) -> Sums:
         """The sums over these tokens and earlier ones, which decay by `decay`."""
-        if decay is None:
-            return Sums(
-                earlier.gram + self.gram,
-                earlier.transition + self.transition,
-                earlier.values + self.values,
-                torch.maximum(self.norm, earlier.norm),
-            )
-        return Sums(
-            decay_and_add(earlier.gram, decay.matrix, self.gram),
-            decay_and_add(earlier.transition, decay.matrix, self.transition),
-            decay_and_add(earlier.values, decay.values, self.values),
-            torch.maximum(self.norm, decay.norm.exp() * earlier.norm),
-        )
+        logs = (None, None, None) if decay is None else (decay.matrix, decay.matrix, decay.values)
+        sums = (decay_and_add(*parts) for parts in zip(earlier, logs, self, strict=False))
+        norm = earlier.norm if decay is None else decay.norm.exp() * earlier.norm
+        return Sums(*sums, torch.maximum(self.norm, norm))
 
     def normalized(self, normalization: str, frozen: Tensor) -> Sums:
         """These sums with the m² of a normalisation: `frozen` under "paper", tr G under "trace", else the largest."""
@@ -63,8 +54,10 @@ class Sums(NamedTuple):
         return self._replace(norm=frozen) if normalization == "paper" else self
 
 
-def decay_and_add(x: Tensor, g: Tensor, update: Tensor) -> Tensor:
+def decay_and_add(x: Tensor, g: Tensor | None, update: Tensor) -> Tensor:
     """Compute `e^g ⊙ x + update` without the drift of a slow decay (see `ops.slow_decay`)."""
+    if g is None:
+        return x + update
     kept, change = split_decay(g)
     return torch.addcmul(torch.addcmul(update, change, x), kept, x)
 

@@ -16,11 +16,6 @@ TIMING_ROUNDS = 7
 LEAST_SPEEDUP = 1.1  # oneDNN must be faster by this factor
 
 
-def available() -> bool:
-    """Whether this torch has oneDNN."""
-    return torch.backends.mkldnn.is_available()
-
-
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x Wᵀ + bias` by oneDNN; `x [N, D]` and `weight [E, D]` may be transposed views."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -28,7 +23,7 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def measure() -> dict[str, bool]:
     """Return for each product of a linear map, forward and backward, whether oneDNN is clearly faster."""
-    if not available():
+    if not torch.backends.mkldnn.is_available():
         return dict.fromkeys(("forward", "input", "weight"), False)
     x, weight, dy = torch.randn(TOKENS, INPUTS), torch.randn(OUTPUTS, INPUTS), torch.randn(TOKENS, OUTPUTS)
     pairs: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
