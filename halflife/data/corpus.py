@@ -223,8 +223,7 @@ class Corpus:
     def unread(cls, config: CorpusConfig, any_tokenizer: bool = False) -> Corpus:
         """A corpus without splits, to configure a run. No text is read, and nothing is downloaded or written.
 
-        With `any_tokenizer`, another tokenizer takes the place of one that is not on this machine. Otherwise that is a
-        FileNotFoundError, as a file that does not exist.
+        With `any_tokenizer`, another one takes the place of one that is not on this machine (else a FileNotFoundError).
         """
         find([source for source in config.sources if not str(source).startswith("hf:")] or [PYTHON])
         try:

@@ -110,8 +110,8 @@ def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> 
 
     Decaying exponentials are almost linearly dependent, so the search works in the span of their leading left singular
     vectors. Exponentials are totally positive, so these vectors form a Chebyshev system too (Gantmacher and Krein), and
-    the best residual has one more alternating peak than there are vectors. Remez' exchange algorithm finds these peaks,
-    from the start that Lawson's gives.
+    the best residual has one more alternating peak than there are vectors. Remez' algorithm finds these peaks after
+    Lawson's.
     """
     left, sizes, right = torch.linalg.svd(columns, full_matrices=False)
     rank = int((sizes > SINGULAR_NOISE * sizes[0]).sum())

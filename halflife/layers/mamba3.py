@@ -61,8 +61,7 @@ class Mamba3(HasMemory, Mixer):
     The output is `(y ⊙ silu(z)) W_o`, and there is no short convolution. R(φ) rotates the pairs (i, i + P) of the first
     2P channels. All heads share r, but each has a separate Δ. tanh and π follow the authors' code, and so do all
     initial values except the decay's. Their decay rate depends on the input, `g = −Δ max(softplus(a), rate_floor)` with
-    one more projection a. Ours is learned by default, so that PoST can sort the rates. With rank 1 this is SISO, and
-    with a higher rank MIMO (`MIMO`).
+    one more projection a. Ours is learned by default, so that PoST can sort the rates. A higher rank than 1 is `MIMO`.
 
     Args:
         expand: inner width divided by hidden_size.

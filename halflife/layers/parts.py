@@ -210,8 +210,7 @@ FEATURE_MAPS = {
 class DecayProjection(nn.Module):
     """The projection to the activation f of a decay, whose log-decays have the `shape` `(H,)` or `(H, K)`.
 
-    `rank` is that of the projection for a vector decay, None for full rank. `bias` and `law`, the initial values (None:
-    torch's), are those of the last map.
+    `rank` is that for a vector decay, None for full rank; `bias` and initial `law` (None: torch's) are of the last map.
     """
 
     def __init__(

@@ -13,8 +13,7 @@ from halflife.precision import Float32Module
 def without_weight_decay(model: nn.Module) -> set[int]:
     """The ids of the parameters that no optimiser should decay.
 
-    They are every parameter of one axis (norms, biases), convolution taps, and every parameter of a `Float32Module`
-    (decays, D, PoST spectra) of any shape.
+    They are all of one axis (norms, biases), convolution taps, and those of `Float32Module`s (decays, D, PoST spectra).
     """
     whole = (module for module in model.modules() if isinstance(module, (Float32Module, layers.ShortConv)))
     kept = {id(parameter) for module in whole for parameter in module.parameters()}

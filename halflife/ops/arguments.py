@@ -43,8 +43,7 @@ def check_decay(name: str, g: Tensor | None, key: tuple[Any, ...]) -> None:
 
     On a CPU the check runs at every call. It costs 4 µs for one token, 0.1 % of an op's time for a long sequence with a
     scalar decay, and 3 % with a vector decay. On an accelerator it would wait for the device. There it runs at the
-    first call with the same `key`, and at every call under `torch.autograd.detect_anomaly`. It does not run while a
-    compiler or a transform of torch.func traces.
+    first call with the same `key`, and at every call under `torch.autograd.detect_anomaly`. It does not run in traces.
     """
     if g is None or g.numel() == 0 or is_traced(g):
         return

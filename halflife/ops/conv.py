@@ -50,8 +50,7 @@ def causal_conv1d(
         backend: "auto", or one of `available_backends("causal_conv1d")`.
         dtype: dtype of the results; None is that of x.
         unit: `(channels, size)`; each `size` of the first `channels` outputs are divided by `√(‖y‖² + 1e-6)`.
-        splits: numbers of channels, which add up to D, of the parts in which y is returned. None is y as one tensor. A
-            kernel may give each part its own memory.
+        splits: numbers of channels, which add up to D, of the parts in which y is returned. None is y as one tensor.
 
     Returns:
         `y [B, T, D]`, or with `splits` its parts `[B, T, Dᵢ]`; and the final state `[N, D, W − 1]`, or None.

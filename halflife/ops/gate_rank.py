@@ -139,8 +139,7 @@ def masks(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, ...]:
 
     `Γ_ij = e^{A_i − A_j}` and `Λ_ij = e^{B_{min(n(j), i)} − B_j}` for i ≥ j, else 0. A and B are the cumulative
     log-decays `[B, T, H]`, slow and fast, and n(j) is the first reset after j. Autograd computes the gradient of a
-    log-decay as a difference of sums here, whose error is not small where everything that it weighs has decayed away;
-    the chunked form is exact there too.
+    log-decay as a difference of sums here, whose error is not small where everything that it weighs has decayed away.
     """
     a, b, resets = _cumulative(g_slow, g_fast)
     until = resets[..., 1:]

@@ -113,8 +113,7 @@ def log_decay(
     Args:
         f: activations `[B, T, H]` or `[B, T, H, K]`, whose shape g and φ have.
         law: φ, bias, rate and factor.
-        taper: α of each channel, in a shape as those of `law`, or None for no dependence on the position. A `Spectrum`
-            has the rates of a scalar decay too.
+        taper: α of each channel, in a shape as those of `law`, or None. A `Spectrum` has a scalar decay's rates too.
         offset: a part of the logarithm that does not depend on the position, as the taper.
         position: t of each token, from 1, `[T]` or `[B, T]`, if there is a taper.
         with_step: whether to return φ too.
