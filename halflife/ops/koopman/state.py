@@ -43,9 +43,9 @@ class Sums(NamedTuple):
     def after(self, earlier: Sums, decay: SumDecay | None = None) -> Sums:
         """The sums over these tokens and earlier ones, which decay by `decay`."""
         logs = (None, None, None) if decay is None else (decay.matrix, decay.matrix, decay.values)
-        sums = (decay_and_add(*parts) for parts in zip(earlier, logs, self, strict=False))
+        gram, transition, values = (decay_and_add(*parts) for parts in zip(earlier[:3], logs, self[:3], strict=True))
         norm = earlier.norm if decay is None else decay.norm.exp() * earlier.norm
-        return Sums(*sums, torch.maximum(self.norm, norm))
+        return Sums(gram, transition, values, torch.maximum(self.norm, norm))
 
     def normalized(self, normalization: str, frozen: Tensor) -> Sums:
         """These sums with the m² of a normalisation: `frozen` under "paper", tr G under "trace", else the largest."""
