@@ -18,6 +18,8 @@ from halflife.registry import unknown
 T = "T"  # stands for the training length
 GEOMETRIC = {"rate_start": "geometric", "train_length": T}
 FIXED_STEP = {"step_bias": "frozen"}
+# The decay of `gla+post_released`, without PoST.
+RELEASED_DECAY = {"decay": "mamba2_headwise", "granularity": "vector", "decay_rank": 0, "decay_bias": False}
 # Part → options of PoST and of the mixer; `base:part` names a model. "post" is our form, `base+post`, and the others
 # differ from it in what the name says. "frozen" is the paper's algorithm on Mamba-2 and Gated DeltaNet, which fixes Δ.
 # A part with options of the "base" has no PoST.
@@ -28,6 +30,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "geometric": {"base": {"decay_options": GEOMETRIC}},  # not sorted
     "trained": {"base": {"decay_options": {"trained_rates": True}}},
     "geometric-trained": {"base": {"decay_options": {"trained_rates": True, **GEOMETRIC}}},
+    "mamba2-decay": {"base": RELEASED_DECAY},
     "frozen": {"mixer": {"decay_options": FIXED_STEP}},
     "frozen-gain": {"mixer": {"decay_options": FIXED_STEP, "stretch_gain": True}},
     "theorem": {"post": {"reference_length": T}},
@@ -52,15 +55,25 @@ BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
 # Parts that an architecture does not have: all but Mamba-2 have a norm for each head; RWKV-7's base parameters are no
 # log-rates, and the slow end of "moving" is faster than its fastest rate; only the decay of Mamba-2 and Gated DeltaNet
 # has Δ; these two and RetNet have free rates, and RetNet alone has fixed ones; and under t_ref = T a stretched β of a
-# delta rule grows beyond 2.
-FIXED_RATES = ("trained", "geometric-trained")
+# delta rule grows beyond 2. GLA alone has the decay of `gla+post_released` without PoST.
+OF_RETNET, OF_GLA = ("trained", "geometric-trained"), ("mamba2-decay",)
 FROZEN = ("frozen", "frozen-gain")
 WITHOUT = {
-    "mamba2": FIXED_RATES,
-    "rwkv7": ("ordered", "geometric", *FROZEN, "moving", "gain-theorem", "gain-moving", *FIXED_RATES, *HEAD_NORM),
-    "gated_deltanet": ("gain-theorem", *FIXED_RATES, *HEAD_NORM),
-    "gla": ("geometric", *FROZEN, *FIXED_RATES, *HEAD_NORM),
-    "retnet": (*FROZEN, *HEAD_NORM),
+    "mamba2": (*OF_RETNET, *OF_GLA),
+    "rwkv7": (
+        "ordered",
+        "geometric",
+        *FROZEN,
+        "moving",
+        "gain-theorem",
+        "gain-moving",
+        *OF_RETNET,
+        *OF_GLA,
+        *HEAD_NORM,
+    ),
+    "gated_deltanet": ("gain-theorem", *OF_RETNET, *OF_GLA, *HEAD_NORM),
+    "gla": ("geometric", *FROZEN, *OF_RETNET, *HEAD_NORM),
+    "retnet": (*FROZEN, *OF_GLA, *HEAD_NORM),
 }
 
 
@@ -126,7 +139,8 @@ class PostTakenApart(MQARExperiment):
 
     In other architectures the gain is β of the delta rule, k of GLA and RetNet, and k and κ̂ ⊙ a of RWKV-7. The rates of
     RetNet are fixed without PoST. It has `retnet:geometric`, whose rates are fixed too, `retnet:trained`, which starts
-    at its own rates, and `retnet:geometric-trained`. None of these is sorted or stretched.
+    at its own rates, and `retnet:geometric-trained`. None of these is sorted or stretched. `gla:mamba2-decay` has the
+    decay of `gla+post_released` without PoST.
     """
 
     scales: ClassVar = {
