@@ -65,3 +65,6 @@ halflife compare rwkv7+post --experiment overview --scale small --seeds 3 --tune
 halflife compare gated_deltanet+post --experiment overview --scale small --seeds 3 --tune-seeds 1 --lr 0.01 0.003 0.03
 halflife compare gated_deltanet+post --experiment overview --scale small --seeds 1 --lr 0.001
 halflife compare gated_deltanet+post --experiment overview --scale small --seeds 3 --only-seeds 1 2 --lr 0.01
+halflife compare gla:mamba2-decay --experiment post-taken-apart --scale smoke --seeds 3 --tune-seeds 1 --lr 3e-3 1e-2 3e-2
+halflife compare gla:mamba2-decay --experiment post-taken-apart --scale smoke --seeds 1 --lr 0.1
+halflife compare gla:mamba2-decay --experiment post-taken-apart --scale smoke --seeds 5 --only-seeds 3 4 --lr 0.03
