@@ -19,7 +19,10 @@ FEISTEL_ROUNDS = 8  # of the Feistel network in `permuted`
 
 
 class TokenFiles:
-    """The tokens of a split and the offsets of its (first) `documents`, memory-mapped in the `folder` of the cache."""
+    """The tokens of a split and the offsets of its documents, memory-mapped at the first access.
+
+    `folder` is that of the cache, see `halflife.data.store`. With `documents`, only as many first ones are meant.
+    """
 
     def __init__(self, folder: Path, split: str, dtype: str, documents: int | None = None) -> None:
         self.folder, self.split, self.dtype, self.documents = folder, split, dtype, documents
@@ -53,16 +56,20 @@ class Batches(Dataset[dict[str, Tensor]]):
     next token, also at the end of a row.
 
     - "packed": `input_ids` and `labels` `[1, batch_size·context]`, and `cu_seqlens` `[N + 1]`, int32. A sequence starts
-    at each row and at each document. The last token of a document has no label (−100).
-    - "concatenated": `input_ids` and `labels` `[batch_size, context]`. Documents follow each other without a boundary.
+      at each row and at each document, so that no state, convolution or position crosses these boundaries. The last
+      token of a document has no label (−100).
+    - "concatenated": `input_ids` and `labels` `[batch_size, context]`. Documents follow each other without a boundary,
+      and the first token of a document is predicted from the document before.
     - "continued": the same, and row b of a step goes on where row b of the step before ended. An epoch reads
-    `batch_size` streams from their beginnings. `part` holds the number of the rank, `world_size`, and whether the rows
-    are the first ones of an epoch (int64).
+      `batch_size` streams from their beginnings. `part` holds the number of the rank, `world_size`, and whether the
+      rows are the first ones of an epoch (int64).
 
     Args:
+        files: the token files of the split.
         batch_size: rows of a batch, over all ranks.
         context: tokens of a row.
         seed: determines the order of the rows.
+        mode: "packed", "concatenated" or "continued".
         rank, world_size: the part of each batch that is returned. The parts of all ranks, in order, form the batch.
         steps: number of batches; None for one epoch.
     """

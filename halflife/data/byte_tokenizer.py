@@ -37,9 +37,12 @@ class ByteTokenizer:
         return self.to_bytes(ids).decode("utf-8", "replace")
 
     def to_bytes(self, ids: Ids) -> bytes:
-        """The bytes of token ids, without those that end documents; a ValueError for a negative id.
+        """The bytes of token ids; ids that end documents are skipped.
 
         Ids beyond the vocabulary, which a model may have to spare, are written as U+FFFD.
+
+        Raises:
+            ValueError: an id is negative.
         """
         values = [i for i in map(int, ids) if i != self.eos]
         if min(values, default=0) < 0:

@@ -192,9 +192,12 @@ class Corpus:
     def open(cls, config: CorpusConfig, show: bool = True) -> Corpus:
         """Open the corpus of a configuration, and tokenise it if the cache does not hold it.
 
-        The text is read twice. The first pass checks it and assigns the documents to splits, so that every error about
-        the text (FileNotFoundError, ValueError, ImportError, ConnectionError) is raised before anything is written.
-        `show` allows progress bars.
+        The text is read twice. The first pass checks it and assigns the documents to splits, so that every error
+        about the text is raised before anything is written. `show` allows progress bars.
+
+        Raises:
+            FileNotFoundError, ValueError, ImportError, ConnectionError: a source or the tokenizer cannot be read; the
+                message names it.
         """
         if config.weights:
             return cls._mix(config, show)
@@ -223,7 +226,10 @@ class Corpus:
     def unread(cls, config: CorpusConfig, any_tokenizer: bool = False) -> Corpus:
         """A corpus without splits, to configure a run. No text is read, and nothing is downloaded or written.
 
-        With `any_tokenizer`, another one takes the place of one that is not on this machine (else a FileNotFoundError).
+        With `any_tokenizer`, another tokenizer takes the place of one that is not on this machine.
+
+        Raises:
+            FileNotFoundError: a file does not exist, or the tokenizer is not on this machine.
         """
         find([source for source in config.sources if not str(source).startswith("hf:")] or [PYTHON])
         try:

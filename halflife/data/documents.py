@@ -45,8 +45,10 @@ class Piece(NamedTuple):
 def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[bytes]:
     """The whole documents of all sources, in the order of `find`, without empty ones.
 
-    A source that is missing, empty, truncated or binary, or has no `field`, is a FileNotFoundError or ValueError with
-    the name of the file and the line. A package that is not installed is an ImportError.
+    Raises:
+        FileNotFoundError, ValueError: a source is missing, empty, truncated or binary, or has no `field`; the message
+            names the file, and the line if there is one.
+        ImportError: a source needs a package that is not installed.
     """
     for path in find(sources, field):
         document: list[bytes] = []
@@ -58,7 +60,10 @@ def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[by
 
 
 def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None = None) -> list[Path]:
-    """The files of `sources` in order, sorted in a glob or folder, each once; data sets are downloaded to `cache`."""
+    """The files of `sources` in order, without duplicates. The files of a glob or folder are sorted.
+
+    Data sets of the hub are downloaded into `cache`; their column `field` is kept.
+    """
     if not sources:
         raise ValueError("a corpus needs at least one source")
     files: dict[Path, Path] = {}
@@ -133,10 +138,13 @@ def kind(path: Path) -> str:
 
 
 def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterator[Piece]:
-    """The documents of one file, each in pieces of at most `limit` bytes (None for `PIECE`); raises as `documents`.
+    """The documents of one file, each in pieces of at most `limit` bytes (None for `PIECE`).
 
     A document is cut before white space if possible, otherwise between characters of UTF-8. The cuts depend on its
     bytes and `limit` only.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `documents`.
     """
     limit = PIECE if limit is None else limit
     if kind(path) == ".json":
@@ -233,7 +241,11 @@ def _field(line: bytes, field: str, place: str) -> bytes:
 
 
 def encoded(text: object, place: str) -> bytes:
-    """The text of a record as bytes; a ValueError that begins with `place` if it is not a string."""
+    """The text of a record as bytes.
+
+    Raises:
+        ValueError: `text` is not a string; the message begins with `place`.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{place} is {type(text).__name__}, not a string")
     try:

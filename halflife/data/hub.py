@@ -61,7 +61,10 @@ def model_name(source: str | Path) -> tuple[str, str | None] | None:
 
 
 def unreachable(name: str, revision: str | None) -> str | None:
-    """The reason why the hub does not answer about a model, or None; transformers would retry for a minute."""
+    """Return the reason why the hub does not answer about a model within some seconds, or None if it does.
+
+    Without this question, transformers would retry for a minute.
+    """
     from huggingface_hub import HfApi
 
     try:
@@ -119,9 +122,12 @@ def _commit(wanted: HubSource) -> str:
 def texts(
     wanted: HubSource, commit: str, field: str, state: dict[str, Any] | None = None, read: int = 0
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield the text of each row, and a function that says where the stream stands after it; raises as `fetch`.
+    """Yield the text of each row, and a function that returns where the stream stands after this row.
 
     A stream can go on at the `state` of an earlier one, which has read `read` rows.
+
+    Raises:
+        ValueError, ImportError, ConnectionError: as `fetch`.
     """
     try:
         import datasets  # pyright: ignore

@@ -89,7 +89,7 @@ class Writer:
         self.checksum.update(data)
 
     def finish(self) -> dict[str, Any]:
-        """The counts and the checksums for the index."""
+        """Write the last offset, which is the end; return the counts and the checksums for the index."""
         return {**self.counts, "offsets": self.checksum.hexdigest(), "sha256": self.token_checksum.hexdigest()}
 
 
@@ -132,7 +132,10 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The index of the cache `folder` of the corpus `key`; if missing or damaged, `make` writes a new folder."""
+    """The index of the cache `folder` of the corpus with digest `key`. It is made if it is missing or damaged.
+
+    `make` writes the files into a new folder and returns the index without its checksum.
+    """
     reason = None
     if folder.exists():
         try:
@@ -162,7 +165,11 @@ def _checksum(index: dict[str, Any]) -> str:
 
 
 def read_index(folder: Path, key: str) -> dict[str, Any]:
-    """The index of a cache; an OSError or ValueError if its sizes or checksums are wrong, or it is another's."""
+    """Read the index of a cache, and check the index and the files by their sizes and checksums.
+
+    Raises:
+        OSError, ValueError: the cache is incomplete, damaged, or of another corpus.
+    """
     index = read_json(folder / "index.json")
     if not isinstance(index, dict) or index.pop("checksum", None) != _checksum(index):
         raise ValueError("its index has another checksum")

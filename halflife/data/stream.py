@@ -3,7 +3,7 @@
 The cache of a stream is a folder. Its name is a digest of the revision, the tokenizer, the fields and the split
 fractions, but not of the number of tokens: a later request for more tokens appends to it. It holds `<split>.tokens`,
 `<split>.offsets` as in `halflife.data.store`, and `records.jsonl`. A record is written after each `CHUNK` of text. It
-has the counts so far, and where the stream stands.
+has the counts so far, and where the stream stands, so that an interrupted download continues there.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ class Stream:
         """Read the stream until it has enough, and return the index of the first record that has.
 
         The index depends on what is wanted, and not on what earlier requests have read. Wanted are `tokens` of
-        training, and `held_out` tokens of each other split with a positive fraction. It raises as `hub.texts`, and a
-        ValueError if the disk is too small or the folder is damaged.
+        training, and `held_out` tokens of each other split with a positive fraction.
+
+        Raises:
+            ValueError, ImportError, ConnectionError: as `hub.texts`; the disk is too small, or the folder is damaged.
         """
         record = self._first_with(tokens, held_out)  # without a lock, which a cache that is read-only refuses
         if record is None:

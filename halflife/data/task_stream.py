@@ -14,12 +14,15 @@ from halflife.tasks import Task, stream_seed
 class TaskStream(Dataset[dict[str, Tensor]]):
     """New examples for every step. Item i is the batch of step i, a pure function of the settings and i.
 
-    All examples of a batch have the same length. If a mixture has tasks of several lengths, the lengths take turns. The
+    A batch takes one vectorised call per task, and a resumed run continues with the index of its next step. All
+    examples of a batch have the same length. If a mixture has tasks of several lengths, the lengths take turns. The
     tasks of one length share a batch equally, and examples that are left over go to each task in turn.
 
     Args:
         stages: the curriculum, one mixture of tasks per stage; all stages have equally many steps.
-        steps, batch_size: number of batches, and of their examples.
+        steps: number of batches.
+        batch_size: examples of a batch.
+        seed: the seed of the run.
         action_mask: whether batches hold the `action_mask` of their examples.
     """
 

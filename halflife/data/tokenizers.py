@@ -51,7 +51,10 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Ids) -> str:
-        """The text of token ids, without special tokens, which later ids leave as it is, with U+FFFD for bad bytes."""
+        """The text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD.
+
+        A later token must not change the text of earlier ones, but for characters and bytes that are incomplete.
+        """
         ...
 
     def fingerprint(self) -> str:
@@ -153,9 +156,13 @@ def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None
 
     Args:
         name_or_path: "bytes", "bytes+eos" (bytes, and id 256 after each document), a folder with the files of a
-            tokenizer, or a name on the Hugging Face Hub. Its code is not run. None is a FileNotFoundError.
-        model_vocab_size: of the model that will read the ids; a ValueError if the tokenizer has more. None to skip.
+            tokenizer, or a name on the Hugging Face Hub. Code from the hub is not run.
+        model_vocab_size: vocabulary size of the model that will read the ids; None to skip the check.
         local: whether to take only what is on this machine.
+
+    Raises:
+        FileNotFoundError: there is no such tokenizer, neither here nor on the hub.
+        ValueError: the tokenizer has more ids than the model.
     """
     name = str(name_or_path)
     of_bytes = name in OF_BYTES
@@ -166,7 +173,10 @@ def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None
 
 
 def pretrained(name: str, local: bool = False) -> Any:
-    """A tokenizer of transformers from a folder or the hub, `owner/name[@revision]`; if `local` from its cache."""
+    """Load a tokenizer of transformers from a folder, or as `owner/name[@revision]` from the hub or the hub's cache.
+
+    The cache alone is read where the hub cannot be reached, or with `local`.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -186,13 +196,17 @@ def pretrained(name: str, local: bool = False) -> Any:
 
 
 def train_tokenizer(sources: Sequence[str | Path], kind: str, vocab_size: int, field: str = "text") -> Tokenizer:
-    """Train a tokenizer on documents, with the library `tokenizers`; its first token ends a document.
+    """Train a tokenizer on documents, with the library `tokenizers`.
 
     Args:
-        sources, field: as of a corpus (`halflife.data.documents`).
+        sources: files, folders, globs or data sets, as of a corpus (`halflife.data.documents`).
         kind: "byte-level", pairs of bytes are merged within words (as in GPT-2), or "bpe", pairs of characters (as in
             Llama), where characters that the texts hardly have are written as bytes. Both write every text.
         vocab_size: most tokens. Texts with few different words give fewer.
+        field: the field of the text in records of `.jsonl`, `.parquet` and data sets of the hub.
+
+    Returns:
+        The tokenizer; its first token ends a document.
     """
     from tokenizers import Tokenizer as Rust
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -234,8 +248,11 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
     """The token ids `[N]` of the joined text of files; `.gz` files are decompressed.
 
-    Those of a tokenizer of transformers, by its name or folder, are int64. None or "bytes" gives bytes, uint8. A
-    missing file or tokenizer is a FileNotFoundError, and an empty or truncated file a ValueError.
+    Those of a tokenizer of transformers, by its name or folder, are int64. None or "bytes" gives bytes, uint8.
+
+    Raises:
+        FileNotFoundError: a file is missing, or there is no such tokenizer.
+        ValueError: a file is empty or truncated.
     """
     if not files:
         raise ValueError("name a text to read: --text FILE")
@@ -258,7 +275,11 @@ def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
 
 
 def check_ids(config: Any, ids: Tensor, tokenizer: str | None) -> None:
-    """Raise a ValueError unless a model whose configuration has this `name` and `vocab_size` can read these ids."""
+    """Check that a model whose configuration has this `name` and `vocab_size` can read these ids.
+
+    Raises:
+        ValueError: the ids are bytes and the model is not of bytes, or an id lies beyond its vocabulary.
+    """
     if tokenizer in (None, "bytes") and config.vocab_size != BYTE_VOCABULARY:
         raise ValueError(
             f"{config.name} has a vocabulary of {config.vocab_size:,}, and bytes are {BYTE_VOCABULARY}: "

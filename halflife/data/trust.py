@@ -54,9 +54,11 @@ def check_origin(
     files: Sequence[Sequence[str]] = (),
     tokenizer: str = "bytes",
 ) -> None:
-    """Raise a ValueError unless this user signed a file, or what it names lies near it or below the current folder.
+    """Raise a ValueError unless this user signed a file, or what it names lies in its folder or below the current
+    folder.
 
-    `saved` is its content, which names the text `sources`, `files` and `tokenizer` (`CorpusConfig`), absolute paths.
+    `saved` is the content of the file. `sources`, `files` and `tokenizer` are the text that it names, as in
+    `CorpusConfig`, with absolute paths.
     """
     with suppress(OSError, RuntimeError):
         if hmac.compare_digest(str(saved.get(SIGNATURE)).encode(), _signature(unsigned(saved)).encode()):

@@ -49,12 +49,17 @@ class Decay(Float32Module):
     * `reads_shared`: whether `forward` takes `shared`, tensors that the layers of one forward pass share.
 
     A layer reads everything from one call, `decay(f, …)`, because only inside its `forward` are a module's parameters
-    sure to be there (offloaded or sharded models). A log-decay of one token has the `shape` `(H,)` or `(H, K)`.
+    sure to be there (offloaded or sharded models).
 
     Args:
-        num_heads, head_dim: heads H, and key channels of a head, K.
+        num_heads: heads H.
+        head_dim: key channels of a head, K.
         granularity: "scalar" (one rate per head) or "vector" (one rate per key channel).
-        layer_idx, num_layers: the index of the layer and the number of layers, for decays that depend on the depth.
+        layer_idx, num_layers: the index of the layer and the number of layers. Some strategies decay more slowly in
+            deep layers.
+
+    Attributes:
+        shape: the shape of one token's log-decays, `(H,)` or `(H, K)`.
 
     Raises:
         ValueError: the strategy is not defined for the granularity, or a size is below 1.
@@ -146,7 +151,11 @@ class Decay(Float32Module):
         return cls.law is not Decay.law
 
     def law(self, log_rate: Tensor | None) -> Law | None:
-        """The law in the form of `ops.laws`, with these base log-rates if given; None where `log_decay` has it."""
+        """The law in the form of `ops.laws`, or None if it is of another form, which `log_decay` computes.
+
+        Args:
+            log_rate: base log-rates in the place of the strategy's, or None.
+        """
         return None
 
     def law_of_token(self, log_rate: Tensor | None) -> Law | None:
@@ -181,7 +190,11 @@ class Decay(Float32Module):
         return self.log_decay(self._rest(), None).neg().log()[0, 0]
 
     def timescales(self, position: float = 1) -> Tensor:
-        """Tokens after which a channel has decayed by 1/e at zero activation and a position: `[H]` or `[H, K]`."""
+        """Tokens after which a channel has decayed by 1/e, at zero activation: `[H]` or `[H, K]`.
+
+        Args:
+            position: position of the token, from 1. Only position-adaptive decays depend on it.
+        """
         return (-self.base_log_rate()).exp()
 
     def _wide(self, f: Tensor) -> Tensor:
@@ -240,10 +253,15 @@ def build(
     name: str, *, num_heads: int, head_dim: int, granularity: str = "scalar",
     layer_idx: int = 0, num_layers: int = 1, **options: object,
 ) -> Decay:  # fmt: skip
-    """Build the decay strategy `name`, one of `DECAYS.names()`, and draw its parameters; sizes are those of `Decay`.
+    """Build the decay strategy `name` and draw its parameters.
 
-    `options` are those of the strategy (`p` of "simple", `tau` of "gla", …). A ValueError says that a name is unknown,
-    with the choices, or that a granularity or size does not fit.
+    Args:
+        name: one of `DECAYS.names()`.
+        num_heads, head_dim, granularity, layer_idx, num_layers: see `Decay`.
+        **options: options of the strategy (`p` of "simple", `tau` of "gla", …).
+
+    Raises:
+        ValueError: a name is unknown (the message lists the choices), or a granularity or size does not fit.
     """
     check_options(f"decay {name}", DECAYS[name], options, constructor_parameters(Decay))
     return DECAYS[name](

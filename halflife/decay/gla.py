@@ -31,7 +31,8 @@ class GLADecay(Decay):
 class ReleasedGLADecay(GLADecay):
     """λ = σ(f/τ), τ = 16: the GLA rows of the Decay paper as its authors ran them.
 
-    g = logsigmoid(f/τ). Range (0, 1); time-scale 1 / log 2 = 1.4 tokens at f = 0. Source: released code (xmixers).
+    g = logsigmoid(f/τ). Range (0, 1); time-scale 1 / log 2 = 1.4 tokens at f = 0, in place of GLA's 23 tokens.
+    Source: released code of the Decay paper (xmixers).
     """
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:

@@ -66,8 +66,9 @@ class LightNetDecay(Decay):
 class ReleasedLightNetDecay(LightNetDecay):
     """λ_t = exp(lse f_{<t} − lse f_{≤t}) with lse = 0 before the first token; a shared key uses the f before it.
 
-    As the authors of the Decay paper ran it, `k_t = exp(f_{t−1} − lse f_{≤t})` with f_0 = 0. Streaming also carries
-    `exp(f − lse)` of the last token. Range (0, 1). Source: released code of the Decay paper (xmixers).
+    LightNet as the authors of the Decay paper ran it: `k_t = exp(f_{t−1} − lse f_{≤t})` with f_0 = 0, where `lightnet`
+    has f_t. Streaming also carries `exp(f − lse)` of the last token. Range (0, 1).
+    Source: released code of the Decay paper (xmixers).
     """
 
     default_first = "zero"

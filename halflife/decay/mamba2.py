@@ -22,9 +22,10 @@ from halflife.registry import check_choice
 class Mamba2Decay(SpectralDecay):
     """λ = σ(−f − Δ)^{exp A}: a learned rate times a step size that depends on the input.
 
-    g = −e^A softplus(f + Δ). Range (0, 1). Initialisation: e^A uniform in [1, 16]; softplus(Δ) log-uniform in [1e-3,
-    0.1]. Time-scale at f = 0: `1 / (e^A softplus(Δ))`, 0.6 to 1,000 tokens. Under PoST, A becomes the sorted spectrum,
-    and softplus(Δ) starts at 0.05 in every channel. Source: Dao & Gu 2024; Decay, Table 1; PoST, Algorithm 2.
+    g = −e^A softplus(f + Δ). Range (0, 1). Initialisation: e^A uniform in [1, 16]; softplus(Δ) log-uniform in
+    [1e-3, 0.1]. Time-scale at f = 0: `1 / (e^A softplus(Δ))`, 0.6 to 1,000 tokens. Under PoST, A becomes the
+    sorted spectrum, and softplus(Δ) starts at 0.05 in every channel.
+    Source: Dao & Gu 2024; Decay, Table 1; PoST, Algorithm 2.
 
     Args:
         step_bias: "trained"; "frozen", which does not train Δ, as PoST's text and released code have it; or "random",
@@ -32,7 +33,8 @@ class Mamba2Decay(SpectralDecay):
             "trained", and "random" for `mamba2_headwise`.
         rate_start: initial e^A: "uniform_1_16"; "uniform_0_16" (fla's Gated DeltaNet); "s4d_real", which is k + 1 in
             channel k = 0, 1, … (PoST, Table 7); or "geometric", with which the rates at zero activation are geometric
-            from 1/T to 1, and softplus(Δ) is 0.05, as PoST starts.
+            from 1/T to 1, and softplus(Δ) is 0.05, as PoST starts. These rates are free: they are neither sorted nor
+            stretched.
         train_length: T of "geometric".
         min_step, max_step: limits of the step size, clamp(softplus(f + Δ), min_step, max_step). None is no upper limit.
             Zamba-2 and Nemotron-H have a lower limit.

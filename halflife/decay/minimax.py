@@ -60,12 +60,17 @@ def fit(rates: Float[Tensor, " N"], length: float, beta: float = 0.5, *, continu
 
     The grid has 1,000 points spaced evenly in log t. For the norm over integers they are rounded, so that at T = 1e4
     the grid contains every integer up to 70. It is refined around the peaks of the error until the error no longer
-    grows. A rate, T or β out of range is a ValueError.
+    grows.
 
     Args:
         rates: r_k ≥ 0, in any order.
-        length, beta: T, at least 2, and the exponent of the power law, positive.
-        continuous: whether the norm is over the interval [1, T], as in the paper, or over its integers.
+        length: T, at least 2.
+        beta: exponent of the power law, positive.
+        continuous: whether the norm is over the interval [1, T], as in the paper, or over its integers, the positions
+            of tokens.
+
+    Raises:
+        ValueError: a rate, T or β is out of range.
     """
     rates = torch.as_tensor(rates, dtype=torch.float64)
     if length < 2 or beta <= 0 or not len(rates) or not ((rates >= 0) & (rates <= FASTEST_RATE)).all():
@@ -106,12 +111,15 @@ def _around(positions: Tensor, residual: Tensor, continuous: bool) -> Tensor:
 
 
 def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> tuple[Tensor, float, int]:
-    """The weights `[N]` that minimise `max |target − columns · w|`, a lower bound on the error, and the rank.
+    """Find the weights `[N]` that minimise `max |target − columns · w|`.
 
     Decaying exponentials are almost linearly dependent, so the search works in the span of their leading left singular
     vectors. Exponentials are totally positive, so these vectors form a Chebyshev system too (Gantmacher and Krein), and
-    the best residual has one more alternating peak than there are vectors. Remez' algorithm finds these peaks after
-    Lawson's.
+    the best residual has one more alternating peak than there are vectors. Remez' exchange algorithm finds these peaks.
+    Lawson's algorithm gives its start.
+
+    Returns:
+        The weights, a lower bound on the error in the span, and the rank of the columns.
     """
     left, sizes, right = torch.linalg.svd(columns, full_matrices=False)
     rank = int((sizes > SINGULAR_NOISE * sizes[0]).sum())
@@ -232,10 +240,15 @@ def best_endpoints(
 
 
 def moving_error(rates: Float[Tensor, " N"], length: int, beta: float) -> float:
-    """Compute the minimax error at position T of channels that PoST stretches, with the rates r_k at T.
+    """Compute the minimax error at position T of channels that PoST stretches with the position.
 
     The response to the input of s tokens ago is `exp(−r_k Σ_{j = T−s+1}^T (j/T)^{−α_k})` with the gate of each position
-    j, and α_k falls from 1 to 0. With another t_ref the base rates `r_k (T/t_ref)^{α_k}` are geometric too.
+    j, and α_k falls from 1 to 0. With another t_ref the same channels have the base rates `r_k (T/t_ref)^{α_k}`, which
+    are geometric too.
+
+    Args:
+        rates: r_k at position T, ascending.
+        length, beta: T and β.
     """
     tapers = torch.linspace(1, 0, len(rates), dtype=torch.float64)
     steps = torch.arange(length, 0, -1, dtype=torch.float64) / length

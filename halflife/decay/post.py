@@ -28,11 +28,13 @@ class PoST(Decay):
         α_k = clamp(ᾱ_k + ((p_k−p_1) − (k−1)Ḡ) / log T, 0, 1),   ᾱ_k = (N−k)/(N−1),   Ḡ = (p_N−p_1)/(N−1)
 
     N is the number of base rates of the layer, H or H·K. Initially the rates at zero activation are geometric from
-    `endpoints[0] / T` to `endpoints[1]`. RWKV-7 sorts the logits of its sigmoid; their logsigmoid is p in α.
+    `endpoints[0] / T` to `endpoints[1]`. A strategy whose rate is not an exponential sorts and stretches another
+    parameter. RWKV-7 sorts the logits of its sigmoid, and computes α from `p = logsigmoid` of them.
 
     `reference_length=1` is the paper's algorithm, with time-scale T·t^α at the slow end. `reference_length=T` is its
     Theorem 4.11, with τ_k(t) = t^{α_k} exactly. With both, the log-rates of a perturbed spectrum are evenly spaced
-    again at position T, where α is not clamped (Prop. 4.16). Source: PoST, Algorithms 1 to 4, Prop. 4.16, Cor. 5.1.
+    again at position T, where α is not clamped (Prop. 4.16).
+    Source: PoST, Algorithms 1 to 4, Prop. 4.16, Cor. 5.1; docs/equations.md, section 3.
 
     Args:
         decay: the decay whose base rates PoST replaces.
@@ -40,12 +42,13 @@ class PoST(Decay):
         reference_length: t_ref, the position at which the spectrum is the base spectrum.
         endpoints: slowest and fastest base rate, in units of 1/T and of the strategy's `fastest_rate`; the paper has
             (1, 1). "optimal" takes those of the geometric spectrum that approximates t^{−β} best (`decay.minimax`),
-            about (0.5, 4). "moving" takes the best ones at position T for rates that stretch with every token.
+            about (0.5, 4). For a decay with bounded rates the fastest is then at most `fastest_rate`. "moving" takes
+            the best ones at position T for rates that stretch, whose gates differ from token to token.
         beta: exponent β of "optimal" and "moving".
         rate_range: the smallest and the largest initial e^p, in place of `endpoints`. PoST's released Gated DeltaNet
             has (1, T), and its released GLA (1, 16).
-        learning_rate_factor: factor on the learning rate of θ and δ (`models.param_groups`), 2 in PoST's released
-            RWKV-7.
+        learning_rate_factor: factor on the learning rate of θ and δ (see `models.param_groups`). PoST's released RWKV-7
+            has 2.
         stretch: whether channels slow down with the position. Without, α is 0, and the spectrum is sorted and static.
         last_position: the position that all later ones count as, such as T; None for no limit.
 
@@ -218,11 +221,17 @@ class PoST(Decay):
 
     @classmethod
     def from_rates(cls, decay: Decay, rates: Tensor, *, train_length: int, **options: Any) -> PoST:
-        """Wrap `decay` with a spectrum that has given positive rates at zero activation (Prop. 4.18).
+        """Wrap `decay` with a spectrum that has given rates at zero activation (Prop. 4.18).
 
-        `rates` have N entries in any shape, as those of a trained Mamba-2, else it is a ValueError. They are sorted:
-        channel k gets the k-th smallest, so move the other parameters of the channels by `rates.flatten().argsort()`.
-        Gaps between log-rates below 1e-6 become 1e-6. `options` are the constructor's but for these.
+        Args:
+            decay: as in the constructor.
+            rates: positive rates, one per channel, of any shape with N entries, for example those of a trained Mamba-2.
+                They are sorted. Channel k gets the k-th smallest, so move the other parameters of the channels by
+                `rates.flatten().argsort()`. Gaps between log-rates below 1e-6 become 1e-6.
+            train_length, **options: as in the constructor, without `endpoints` and `rate_range`.
+
+        Raises:
+            ValueError: the number of rates is not N, or a rate is not positive.
         """
         post = cls(decay, train_length=train_length, **options)
         post.set_rates(rates)

@@ -31,8 +31,9 @@ class RWKV7Decay(SpectralDecay):
     Range (0.545, 1). Initialisation, channel n = 0 … C − 1 of C = H·K, depth r from 0 (first layer) to 1 (last):
     `w₀ = −5.5 + 6 (n/(C−1))^{1 + r^0.3} + 2.5 zigzag`. Time-scale at f = 0: `e^{1/2} / σ(w₀)`, 1.7 to 4,900 tokens.
     Under PoST the sorted parameters are logits w, from rate 1/T to logit 0.5 (2.65 tokens). The zigzag becomes a
-    learned bias of f. The stretch is added to the logit: `g = −e^{−1/2} σ(w + zigzag + f − α log(t / t_ref))`. Source:
-    Peng et al. 2025 and its code; PoST, §5.3, Algorithm 3.
+    learned bias of f, which is no part of the base rates and the taper. The stretch is added to the logit:
+    `g = −e^{−1/2} σ(w + zigzag + f − α log(t / t_ref))`.
+    Source: Peng et al. 2025 and its code; PoST, §5.3, Algorithm 3.
     """
 
     granularities = ("vector",)

@@ -56,7 +56,10 @@ def no_base_rates(decay: Decay) -> ValueError:
 
 
 def check_rate_start(rate_start: str, choices: Sequence[str], train_length: int | None) -> None:
-    """Raise a ValueError for an unknown start of base rates, or unless "geometric" alone has T, of 2 tokens or more."""
+    """Check the start of the base rates of a strategy that has these choices, and T in tokens.
+
+    It is a ValueError if the start is unknown, if "geometric" has no T or another start has one, or if T is below 2.
+    """
     check_choice("rate_start", rate_start, choices)
     if (rate_start == "geometric") != (train_length is not None):
         raise ValueError(

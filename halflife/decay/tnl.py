@@ -14,7 +14,8 @@ from halflife.initial import draws
 class TNLDecay(ConstantDecay):
     """λ = exp(−8 j/h · (1 − l/L)): one fixed rate per head, slower in deeper layers.
 
-    Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. Time-scale `h / (8 j (1 − l/L))`. The
+    Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. If layers counted from 1, the last one
+    would have λ = 1, and TNL-L no log-rate to learn. Time-scale `h / (8 j (1 − l/L))`. The
     median λ of the first layer is about e^{−4.5} with 8 heads, although the paper calls TNL's decays "close to 1". The
     released code has `tnl_released`. Source: Decay, Table 1.
     """
@@ -64,10 +65,11 @@ class ReleasedTNLDecay(TNLDecay):
 class ReleasedLearnableTNLDecay(SpectralDecay):
     """λ = exp(−|r|) with learnable r, which starts at the rates of `tnl_released`.
 
-    In the last layer λ starts at 1 to five digits. Adam moves r by up to a learning rate a step, so λ can leave this
-    start. A log-rate could not: it would have to move by 11 to 16 for λ = 0.8, and the paper's learning rates sum to 6.
-    Under PoST the rates are e^p. Source: released code of the Decay paper (xmixers), which learns −r without a bound (λ
-    > 1 where r < 0), and sets r to 0 after it has computed these rates.
+    In the last layer r starts between 4·10⁻⁸ and 5·10⁻⁶, so λ is 1 to five digits. Adam moves r by up to a learning
+    rate a step, so λ can leave this start. A log-rate could not: it would have to move by 11 to 16 for λ = 0.8, and the
+    paper's learning rates sum to 6. Under PoST the rates are e^p.
+    Source: released code of the Decay paper (xmixers). It learns −r without a bound, which gives λ > 1 where r < 0, and
+    sets r to 0 after it has computed these rates, although the paper starts TNL-L as TNL.
     """
 
     data_dependent = False

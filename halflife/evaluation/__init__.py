@@ -10,7 +10,10 @@ from halflife.ops.linear import fast_linears
 
 @contextmanager
 def evaluating(model: object) -> Iterator[None]:
-    """Inside, a model (unless it is read in place) is in evaluation mode with the fastest linear maps."""
+    """Switch a model to evaluation mode and to the fastest linear maps; afterwards all is as before.
+
+    A model of transformers that is read in place is no module. It is loaded in evaluation mode and stays in it.
+    """
     if not isinstance(model, nn.Module):
         yield
         return

@@ -103,11 +103,12 @@ def generate(
     """Continue prompts of unequal lengths in one batch, and return the new tokens of each.
 
     Args:
+        model: the model, on its device and in evaluation mode.
         prompts: token ids of each prompt, at least one.
         max_tokens: largest number of new tokens of a prompt.
         done: function of a row's new tokens that returns whether the row ends. The last token is part of the result.
         vocab_size: vocabulary of the tokenizer, if the model's is larger; larger ids are never drawn.
-        temperature, top_k, top_p: as in `Session.sample`.
+        temperature, top_k, top_p: as in `Session.sample`; temperature 0 takes the likeliest token.
     """
     written: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts) if max_tokens > 0 else 0))

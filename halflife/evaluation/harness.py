@@ -1,8 +1,9 @@
 """The tasks and metrics of lm-evaluation-harness, for a halflife model.
 
-Texts are truncated only if `max_length` is set. Special tokens are as in the harness's own models of transformers: a
-tokenizer adds its defaults, such as BOS, and those in a text are read as such. The first token of a text needs a
-preceding token, which is the BOS token if the tokenizer has one, else the end token (`eos`), else a newline.
+Texts are truncated only if `max_length` is set. Special tokens are as in the harness's own models of transformers. A
+tokenizer adds to a text what it adds by default, such as a token of the beginning (BOS). Special tokens in a text, as
+in that of a chat template, are read as such. The first token of a text needs a preceding token, which is the BOS token
+if the tokenizer has one, else the end token (`eos`), else a newline.
 """
 
 from __future__ import annotations
@@ -133,9 +134,12 @@ class Adapter:
         return total
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts that end before a string of `until`, at the end token, or after `max_gen_toks` tokens.
+        """Return texts that end before a string of `until`, at the end token, or after `max_gen_toks` tokens.
 
-        Decoding is greedy unless the task asks for sampling. An unknown setting, as beams, is a ValueError.
+        Decoding is greedy unless the task asks for sampling.
+
+        Raises:
+            ValueError: a task asks for a setting that is not supported, such as beams.
         """
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
@@ -225,6 +229,7 @@ def evaluate(
     """Run tasks of the harness on a model.
 
     Args:
+        model: the model, on its device; it is in evaluation mode during the call.
         tasks: names of tasks, groups or tags.
         batch_size: most texts in a batch.
         limit: largest number of examples of a task; below 1, the fraction of them; None means all.

@@ -23,9 +23,12 @@ PIECE = 4096  # tokens read at once; the state is carried over, so memory does n
 
 @torch.no_grad()
 def by_position(model: LanguageModel, rows: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The mean loss at each position in nats, `[T]`, float64, on the CPU; NaN at a position without labels.
+    """Return the mean loss at each position in nats, `[T]`, float64, on the CPU; NaN at a position without labels.
 
-    `rows` are pairs of `input_ids [B, T]` and `labels [B, T]`, with one T for all. A label is the next token, or −100.
+    Args:
+        model: the model, on its device and in evaluation mode.
+        rows: pairs of `input_ids [B, T]` and `labels [B, T]`, with one T for all. A label is the next token, or −100 if
+            there is none.
     """
     total = count = None
     with fast_linears(model):
@@ -67,7 +70,14 @@ class DocumentLoss(NamedTuple):
 
 
 def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
-    """The loss on whole documents of token ids, without their first tokens. The state is carried through a document."""
+    """Return the loss on whole documents. The state is carried from the first token of a document to its last.
+
+    The first token of a document has no prediction and is not counted.
+
+    Args:
+        model: the model, on its device and in evaluation mode.
+        documents: token ids of each document.
+    """
     nats, tokens, count, device = 0.0, 0, 0, model.embedding.weight.device
     with torch.no_grad(), fast_linears(model):
         for pack in _pack_documents(torch.as_tensor(document, dtype=torch.long) for document in documents):
@@ -99,12 +109,17 @@ def _pack_documents(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """File → the loss on it. A file (`.gz` is decompressed) is one document, whose first token is not predicted.
+    """Return file → what the model's loss on it is. A file is one document; its first token is not predicted.
 
-    "bits_per_byte" and "perplexity" (of a token) have standard errors "bits_stderr" and "perplexity_stderr" over
-    `BLOCKS` equal blocks of the text (NaN for a text of fewer tokens), and those of a guess among all tokens,
-    "bits_guess" and "perplexity_guess". "tokens" are the predicted tokens, and "bytes" those of the file. The
-    `tokenizer` encodes bytes.
+    Args:
+        model: the model, on its device and in evaluation mode.
+        tokenizer: encodes bytes into the model's token ids (`data.tokenizers.Tokenizer`).
+        files: the files; `.gz` files are decompressed.
+
+    Returns:
+        "bits_per_byte" and "perplexity" (of a token), with their standard errors "bits_stderr" and "perplexity_stderr"
+        over `BLOCKS` equal blocks of the text (NaN for a text of fewer tokens), and those of a guess among all tokens,
+        "bits_guess" and "perplexity_guess"; "tokens", the number of predicted tokens, and "bytes", of the file.
     """
     measured = {}
     for file in files:
@@ -126,7 +141,10 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
 
 
 def blocked_error(losses: Tensor) -> float:
-    """The standard error of the mean of dependent losses `[T]`, by `BLOCKS` equal blocks; NaN for fewer tokens."""
+    """The standard error of the mean of losses `[T]`, whose neighbours depend on each other, by equal blocks.
+
+    Each of `BLOCKS` blocks counts as one observation. NaN for fewer tokens than blocks.
+    """
     if len(losses) < BLOCKS:
         return math.nan
     means = losses[: len(losses) // BLOCKS * BLOCKS].view(BLOCKS, -1).mean(1)

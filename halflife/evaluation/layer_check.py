@@ -159,7 +159,10 @@ CHECKS: dict[str, Callable[[Make, int], str]] = {
 
 
 def check_imported(names: Sequence[str]) -> list[str]:
-    """The faults of users' layers; one that looks ahead is a ValueError, for it would read what it predicts."""
+    """Check layers of users without their options, and return the faults that are no reason to refuse them.
+
+    A layer that looks ahead is a ValueError, because it would learn from the tokens that it should predict.
+    """
     faults = []
     for name in names:
         for check, fault in check_layer(name, checks=("causality", "streaming", "packing")):

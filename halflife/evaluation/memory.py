@@ -1,8 +1,9 @@
 """Bytes of a model's state of one sequence at any length, and the length from which a KV cache is larger.
 
-They are measured on a small real model that reads a few tokens. Every tensor of a state has constant size, grows
-linearly with the number of tokens, or has one part for each binary digit of that number (log-linear attention). This is
-checked, and gives the size at every length. Counters (integer tensors such as the position) are not counted.
+The sizes are measured on the states of a small real model, which reads a few tokens one by one as in decoding. Every
+tensor of a state has constant size, grows linearly with the number of tokens, or has one part for each binary digit of
+that number (log-linear attention). This is checked, and it gives the size at every length. Counters (integer tensors
+such as the position) are not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ SKA_PENDING = ("pending_keys", "pending_values", "pending_decays")  # the last w
 
 @dataclass(frozen=True)
 class StateSize:
-    """`constant + per_token · T + per_digit · min(binary digits of T, most_digits)` numbers or bytes after T tokens."""
+    """A size of `constant + per_token · T + per_digit · min(digits(T), most_digits)` after T tokens.
+
+    It is in numbers or in bytes, and `digits(T)` is the number of binary digits of T.
+    """
 
     constant: int = 0
     per_token: int = 0
@@ -103,10 +107,12 @@ class LayerState:
 
 @torch.no_grad()
 def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str | None = None) -> list[LayerState]:
-    """Measure the state of each kind of layer for one sequence, in a small model with one layer of each kind.
+    """Measure the state of each kind of layer of a model, for one sequence.
 
-    `dtype` is that of the model, "float32" or "bfloat16"; recurrent states are float32 in both. `cache_dtype` is that
-    of tensors that grow with the length, "float32", "bfloat16" or "float8"; None means `dtype`.
+    Args:
+        config: configuration of the model. A small model with one layer of each kind is built from it.
+        dtype: dtype of the model, "float32" or "bfloat16". Recurrent states are float32 in both.
+        cache_dtype: dtype of tensors that grow with the length, "float32", "bfloat16" or "float8"; None means `dtype`.
     """
     _check_dtypes(dtype, cache_dtype)
     small, layers = one_layer_of_each_kind(config)
@@ -127,7 +133,10 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
 
 
 def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str, ...]]]:
-    """The configuration of a small model with one layer of each kind, and the indices of each in the full model."""
+    """Return the configuration of a model with one layer of each kind, and the indices of each kind in the full model.
+
+    The vocabulary and the width of the MLP are small, because no state depends on them.
+    """
     base = [i for i in range(config.num_layers) if i not in config.other_layers]
     others = [kind for kind in config.hybrids if kind["layers"]]
     where = [base, *(sorted(set(kind["layers"])) for kind in others)]
@@ -197,9 +206,10 @@ def ska_crossover(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -
 def ska_sizes(state: LayerState) -> dict[str, Any]:
     """Compare the state of an SKA layer with a cache of its keys and values, which has `H (r + P)` numbers a token.
 
-    It returns "layers", "heads", "rank", "value_dim"; the numbers in the layer's "committed" and "pending" tensors; and
-    the first length at which the state is smaller than the cache: "theory" (Prop. I.14), "measured" (committed numbers
-    only) and "with_pending" (all numbers).
+    Returns:
+        "layers", "heads", "rank", "value_dim"; the numbers in the layer's "committed" and "pending" tensors; and the
+        first length at which the state is smaller than the cache: "theory" (Prop. I.14), "measured" (committed numbers
+        only) and "with_pending" (all numbers).
     """
     heads, rank = state.tensors["gram"].shape[1:3]
     value_dim = state.tensors["values"].shape[2]
@@ -230,15 +240,17 @@ def measure_memory(
     """Measure the states of models at some lengths, beside the KV cache of a llama of the same sizes.
 
     Args:
-        models: names of presets, or folders with trained models, whose sizes presets and the llama then have.
+        models: names of presets, `base[+modifier…]`, or folders with trained models.
         lengths: numbers of tokens, in any order.
         hidden_size, num_layers, num_heads, vocab_size: as in `preset`. The vocabulary affects the parameters only.
+            Beside trained models, presets and the llama have the sizes of these.
         dtype, cache_dtype: as in `layer_states`.
 
     Returns:
         The settings; "cache", `{"per_token", "bytes": [one a length]}`; and "models", `[{"model", "parameters",
         "constant", "per_token", "per_digit", "most_digits", "bytes": [one a length], "smaller_from", "layers",
-        "ska"}]`. Sizes are in bytes (`StateSize`). "smaller_from" is the first length with a smaller state, or None.
+        "ska"}]`. Sizes are in bytes; `StateSize` has their meaning.
+        "smaller_from" is the first length at which the state is smaller than the cache, or None.
     """
     from halflife.models.load import configurations
 

@@ -26,12 +26,16 @@ def accuracy(
     bf16: bool = False,
     action_mask: bool = False,
 ) -> float:
-    """The fraction of scored positions whose label is the model's likeliest token.
+    """Return the fraction of scored positions whose label is the model's likeliest token.
 
-    If an answer has several characters (`task.whole_answers`), it is the fraction of examples in which all are right.
+    All scored positions have equal weight. If an answer has several characters (`task.whole_answers`), the result is
+    the fraction of examples in which every character is right.
 
     Args:
-        split, seed: of the examples, see `stream_seed`.
+        model: the model; it is in evaluation mode during the call, which does not change its results.
+        split: "train", "validation" or "test", see `stream_seed`.
+        seed: seed of the examples, see `stream_seed`.
+        num_examples: number of examples, at least 1.
         bf16: whether to use mixed precision, for a model that was trained with it.
         action_mask: whether the model gets the examples' action masks.
     """

@@ -55,11 +55,15 @@ def now() -> float:
 def train_step(
     model: nn.Module, *, bf16: bool = False, loss: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """A function `loss = step(ids)` of `ids [B, T]` that does one training step: forward, backward, AdamW.
+    """Return a function that does one training step: forward, backward, AdamW.
 
     Args:
+        model: the model, which is put into training mode and trained.
         bf16: whether to use mixed precision.
         loss: the loss of `ids [B, T]`; None for the mean cross-entropy of the model's logits.
+
+    Returns:
+        `loss = step(ids)` for `ids [B, T]`. The first call also allocates AdamW's moments.
     """
     optimizer = torch.optim.AdamW(param_groups(model.train(), 0.1, 1e-4), lr=1e-4)
 
@@ -173,9 +177,13 @@ def device_name(device: str) -> str:
 class Decoder:
     """Greedy decoding after a context, one token a call, to measure the cost of a token.
 
+    Args:
+        model: the model, which is put into evaluation mode.
+
     Attributes:
-        state: state of the model after all tokens so far, `position` in number.
+        state: state of the model after all tokens so far.
         token: the likeliest next token, `[B, 1]`, which the next call reads.
+        position: number of tokens read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -210,7 +218,10 @@ def resident_memory(field: str = "VmRSS") -> int:
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """The peak growth of this process in bytes while `run` runs (Linux); measure in a fresh process."""
+    """Return the peak growth of this process in bytes while `run` runs (Linux).
+
+    Memory that the allocator holds from before is used again and is not counted. Measure in a fresh process therefore.
+    """
     before = resident_memory()
     CLEAR.write_text("5")  # resets the peak to the memory held now
     run()

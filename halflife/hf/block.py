@@ -28,7 +28,11 @@ class _Names:
 
 
 class HalflifeBlock(GradientCheckpointingLayer, Block):
-    """A `Block` whose tensors are positional arguments and results, as reentrant checkpointing needs."""
+    """A `Block` whose tensors are positional arguments and results.
+
+    The reentrant kind of gradient checkpointing follows no others, so it would lose the gradients of tensors that one
+    layer passes to another.
+    """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, *tensors: Tensor, names: _Names, packing: Packing

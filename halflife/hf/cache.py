@@ -43,7 +43,11 @@ class HalflifeCache:
 
     @staticmethod
     def check(cache: object) -> None:
-        """Raise a TypeError unless past_key_values are of this kind, or None."""
+        """Check that past_key_values are of this kind, or None.
+
+        Raises:
+            TypeError: they are of another kind.
+        """
         if cache is not None and not isinstance(cache, HalflifeCache):
             raise TypeError(
                 "past_key_values must be the HalflifeCache that an earlier call returned, or None: a recurrent model "
@@ -106,10 +110,15 @@ class HalflifeCache:
             self._states = []
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, `tokens_to_remove` ≤ 0 as in transformers, and all earlier states kept for it.
+        """Forget the last tokens, and all earlier states that were kept for it.
 
         The state becomes the last one that was kept before them. The next forward pass begins with the tokens between.
-        A RuntimeError says that `activate_past_recording` was called too late or not at all.
+
+        Args:
+            tokens_to_remove: their number as a negative number, or 0, as in transformers.
+
+        Raises:
+            RuntimeError: `activate_past_recording` was called too late or not at all.
         """
         if self._states is None or tokens_to_remove > 0:
             raise RuntimeError(

@@ -22,7 +22,11 @@ from halflife.tasks import IGNORED
 
 
 class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
-    """A `HalflifeModel` (`.model`) with a head (`.lm_head`), from the parts of `network`, or a new one."""
+    """A `HalflifeModel` (`.model`) with a head (`.lm_head`).
+
+    Args:
+        network: a `LanguageModel` whose parts it takes; None builds one.
+    """
 
     accepts_loss_kwargs = True  # the loss uses num_items_in_batch
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012 (as the base class declares it)
@@ -40,7 +44,10 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
         self.post_init()
 
     def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
-        """As transformers, but a tied weight that the checkpoint has under neither name stays missing, and is drawn."""
+        """As transformers, but a tied weight that the checkpoint has under neither name stays missing, and is drawn.
+
+        Embedding and head share one parameter from the start, so a mark on the head's would be one on the embedding's.
+        """
         missing = {*loading_info.missing_keys}
         super().mark_tied_weights_as_initialized(loading_info)
         for head, embedding in self.all_tied_weights_keys.items():
@@ -82,15 +89,22 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits, and the loss if labels are given; arguments and errors as in `HalflifeModel`.
+        """Return the logits, and the loss if labels are given.
 
         With `config.chunked_loss`, a training step computes the loss without all logits at once, and `logits` is None.
 
         Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `HalflifeModel`.
             labels: the ids of the input, `[B, T]`, which this method shifts. −100 is ignored; use it for the first
-                token of each packed sequence. The loss is their mean, or their sum over `num_items_in_batch`.
+                token of each packed sequence. The loss is the mean over the others, or their sum over
+                `num_items_in_batch`.
             logits_to_keep: number of last positions whose logits are returned (0 means all), or their indices.
+            num_items_in_batch: divisor of the loss, see labels.
             **kwargs: `shift_labels`, labels that are shifted already; others as in `HalflifeModel`.
+
+        Raises:
+            TypeError: an unknown keyword argument, or past_key_values are not of this kind.
+            ValueError: the inputs do not fit together.
         """
         shifted = kwargs.pop("shift_labels", None)
         out = self.model(

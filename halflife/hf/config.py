@@ -45,12 +45,16 @@ class HalflifeConfig(PreTrainedConfig):
     and write the fields of `model`; `num_attention_heads` reads the heads of its first layer.
 
     Args:
-        model: the `ModelConfig` or its dict (else a TypeError); the attribute is the dict. None means the preset
-            mamba2, with the fields above if they are given. A keyword that contradicts a field is a ValueError.
+        model: the `ModelConfig` or its dict; the attribute is the dict. None means the preset mamba2, with the fields
+            above if they are given.
         use_cache: whether a forward pass returns the state.
         chunked_loss: whether a training step computes the loss without all logits at once. They are then None.
         pad_token_id, bos_token_id, eos_token_id: token ids for `generate`.
-        **kwargs: other settings of transformers. A field of a model stands outside of them (else a TypeError).
+        **kwargs: other settings of transformers.
+
+    Raises:
+        TypeError: the model is no `ModelConfig` and no dict.
+        ValueError: the model has an unknown key, or a keyword contradicts a field of the model.
     """
 
     model_type = "halflife"

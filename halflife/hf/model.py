@@ -54,7 +54,10 @@ class HalflifePreTrainedModel(PreTrainedModel):
         return {}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does. With `config.auto_map = AUTO_MAP`, `trust_remote_code=True` opens the folder."""
+        """Save as transformers does. With `config.auto_map = halflife.hf.AUTO_MAP`, a file beside imports this package.
+
+        Programs that never import `halflife.hf` can then open the folder with `trust_remote_code=True`.
+        """
         # The names in files are those of the model: Trainer and accelerate load them without any conversion, and
         # leave out a head of another name.
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
@@ -79,7 +82,11 @@ class HalflifePreTrainedModel(PreTrainedModel):
 
 
 class HalflifeModel(HalflifePreTrainedModel, Backbone):
-    """The base model: token ids → normalised hidden states, from the parts of `network`, or of a new one."""
+    """The base model: token ids → normalised hidden states, without a head.
+
+    Args:
+        network: a `LanguageModel` whose parts it takes; None builds one.
+    """
 
     def __init__(self, config: HalflifeConfig, network: LanguageModel | None = None) -> None:
         super().__init__(config)

@@ -14,14 +14,17 @@ IGNORED = frozenset({
 
 
 def boundaries(shape: tuple[int, int], mask: Tensor | None, given: dict[str, Tensor | None]) -> Tensor | None:
-    """The boundaries `[N + 1]` of the sequences in all rows after one another, or None if a row is a sequence.
+    """Return the boundaries `[N + 1]` of the sequences in all rows after one another, or None if a row is a sequence.
 
     Args:
         shape: B and T.
         mask: `[B, T]`, false at padding, which is left out; None if there is none.
         given: `position_ids [B, T]` or `[1, T]`, `seq_idx [B, T]`, `cu_seqlens`, `cu_seq_lens_q` and `cu_seq_lens_k`
-            `[N + 1]`; None is not given. A ValueError says that a shape does not fit, that a position is neither the
-            one before plus 1 nor a new start, or that two contradict each other.
+            `[N + 1]`; None is not given.
+
+    Raises:
+        ValueError: a shape does not fit, a position is neither the one before plus 1 nor a new start, or two arguments
+            contradict each other.
     """
     found: dict[str, Tensor] = {}
     for name, x in given.items():
@@ -60,7 +63,11 @@ def _starts(name: str, x: Tensor, shape: tuple[int, int], mask: Tensor | None) -
 
 
 def check_others(others: dict[str, object]) -> None:
-    """Raise a TypeError for an unknown keyword argument, which may change what the call means."""
+    """Check keyword arguments that the model does not know.
+
+    Raises:
+        TypeError: one may change what the call means.
+    """
     unknown = [name for name, x in others.items() if name not in IGNORED and x is not None]
     if unknown:
         raise TypeError(f"unknown keyword arguments of the forward pass: {', '.join(sorted(unknown))}")

@@ -26,6 +26,7 @@ class Attention(Mixer):
     last W − 1 tokens of each sequence, `[N, W − 1, H_kv, K]` with the last token at the end, and does not grow.
 
     Args:
+        place: a group of options, with the query heads H.
         num_kv_heads: heads of keys and values, each shared by H / num_kv_heads query heads; None means H.
         head_dim: K; None means D / H.
         rope_base: base of the rotary frequencies.
@@ -39,7 +40,8 @@ class Attention(Mixer):
         backend: that of its norms and rotations.
 
     Raises:
-        ValueError: heads do not divide, rotated channels do not pair up, a name is unknown, or the window is below 1.
+        ValueError: a number of heads does not divide, the rotated channels do not pair up, a name is unknown, or the
+            window is below 1.
     """
 
     maps_of_input = ("qkv_proj",)
@@ -195,10 +197,12 @@ class Attention(Mixer):
         return self.max_length
 
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
-        """Attention of `q [N, T, H, K]` to a cache of S tokens, tensors `[N, S, …]` as of `cached`: `[N, T, H, K]`.
+        """Attention of `q [N, T, H, K]` to a cache of S tokens: `[N, T, H, K]`.
 
-        `at [N, T]` is the index in the cache of each query's token, and `visible [N, T, S]` says which tokens a query
-        sees. None for both means that S = T and attention is causal.
+        Args:
+            cache: tensors `[N, S, …]` of the names of `cached`.
+            at: index in the cache of each query's token, `[N, T]`.
+            visible: which tokens a query sees, `[N, T, S]`. None for both means that S = T and attention is causal.
         """
         q, k, v = (t.transpose(1, 2) for t in (q, cache["keys"], cache["values"]))
         mask = None if visible is None else visible.unsqueeze(1)

@@ -57,13 +57,17 @@ implements("forgetting_attention", "fla", fla.forgetting_attention, why_not=fla.
 
 
 def forgetting_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, backend: str = "auto") -> Tensor:
-    """Causal attention of whole sequences with log-decays, `[B, T, H, V]` in v's dtype; head h has group h // (H / G).
+    """Causal attention of whole sequences with log-decays `g [B, T, H]`; head h reads group h // (H / G).
 
     Args:
         q: queries `[B, T, H, K]`.
-        k, v: keys `[B, T, G, K]` and values `[B, T, G, V]`.
+        k: keys `[B, T, G, K]`.
+        v: values `[B, T, G, V]`.
         g: log-decay ≤ 0, `[B, T, H]`. −inf hides all earlier tokens.
         backend: "auto", or one of `available_backends("forgetting_attention")`.
+
+    Returns:
+        `o [B, T, H, V]` in v's dtype.
     """
     return run_pass("forgetting_attention", backend, (q, k, v, g))
 
@@ -79,8 +83,10 @@ def read_cache(q: Tensor, k: Tensor, v: Tensor, g: Tensor, at: Tensor, visible: 
 
     Args:
         q: queries `[N, T, H, K]`.
-        k, v, g: keys and values `[N, S, G, K]` and log-decays `[N, S, H]` of the cache.
-        at, visible: as in `Attention.attend`.
+        k, v: keys and values of the cache `[N, S, G, K]`.
+        g: log-decays of the cache `[N, S, H]`.
+        at: index in the cache of each query's token, `[N, T]`.
+        visible: which tokens a query sees, `[N, T, S]`. None means that S = T and attention is causal.
     """
     dtype, length, heads = compute_dtype(q), q.shape[1], q.shape[2]
     total = wide(g).clamp(min=FLOOR[dtype]).cumsum(1).transpose(1, 2)  # [N, H, S]

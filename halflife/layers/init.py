@@ -53,9 +53,11 @@ def drawn(inputs: int, outputs: int, law: Law, bias: bool = False) -> nn.Linear:
 
 
 def reset(module: nn.Module, initial: Mapping[str, Law] | None = None) -> None:
-    """Draw the parameters of all modules inside `module` again, in their order, parents first, but not its own.
+    """Draw the parameters of all modules inside `module` again, in their order, parents first.
 
-    `initial` are the laws of those of its maps that do not start by torch's.
+    Args:
+        module: its own parameters stay as they are.
+        initial: the laws of those of its maps that do not start by torch's.
     """
     for name, child in module.named_children():
         if initial and name in initial:

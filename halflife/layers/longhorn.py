@@ -36,16 +36,17 @@ class LonghornDecay(Decay):
 class Longhorn(Mixer):
     """Longhorn (Liu et al. 2024): the smallest change of the state that stores the new pair, in Mamba's block.
 
-    `[x, z] = u W`, and x goes through a short convolution. Then `[r, k, q] = x W_x` with r of rank D / 16, rounded up,
-    and `β = σ(r W_β + b)`:
+    `[x, z] = u W`, and x goes through a short convolution. Then `[r, k, q] = x W_x` with r of rank D / 16,
+    rounded up, and `β = σ(r W_β + b)`:
 
         S_t = (1 − ε_t k_t²) ⊙ S_{t−1} + k_t (ε_t x_t)ᵀ,   ε_t = β_t / (1 + β_t k_tᵀ k_t),   y_t = S_tᵀ q_t + D x_t
 
     The output is `(y ⊙ silu(z)) W_o`. All heads share q and k. It is `ops.linear_attention` with the vector decay
-    `g = log(1 − ε k²)`. The paper has a step ε for each channel; one for each head gives the chunked form larger
-    products.
+    `g = log(1 − ε k²)`, and it has no parameters of a decay. The paper has a step ε for each channel. If the channels
+    of a head share one step, the chunked form has larger products.
 
     Args:
+        place, run: groups of options.
         expand: inner width divided by hidden_size.
         head_dim: V, channels per head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").

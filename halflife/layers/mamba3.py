@@ -61,25 +61,29 @@ class Mamba3(HasMemory, Mixer):
     The output is `(y ⊙ silu(z)) W_o`, and there is no short convolution. R(φ) rotates the pairs (i, i + P) of the first
     2P channels. All heads share r, but each has a separate Δ. tanh and π follow the authors' code, and so do all
     initial values except the decay's. Their decay rate depends on the input, `g = −Δ max(softplus(a), rate_floor)` with
-    one more projection a. Ours is learned by default, so that PoST can sort the rates. A higher rank than 1 is `MIMO`.
+    one more projection a. Ours is learned by default, so that PoST can sort the rates. With rank 1 this is SISO, and
+    with a higher rank MIMO (`MIMO`).
 
     Args:
+        place, decay, memory, run: groups of options.
         expand: inner width divided by hidden_size.
         head_dim: V, channels per head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
         num_groups: number of groups of heads that share B and C; it must divide H.
         rope_fraction: share of the K channels that is rotated, 0.5 or 1.
         rank: R, keys, values and queries of each token and head.
-        rate_floor: smallest decay rate where the rate depends on the input (the authors: 1e-4); None for a learned
-            rate.
-        output_norm: whether the gate is `RMSNorm(y) ⊙ silu(z)`, with the norm over each head, an option of the authors.
+        rate_floor: smallest decay rate of the form in which the rate depends on the input; the authors have 1e-4. None
+            means a learned rate.
+        output_norm: whether the gate is `RMSNorm(y) ⊙ silu(z)`, with the norm over each head, as an option of the
+            authors has it.
         norm_eps: eps of all norms.
 
     The state holds `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and its φ as
     `angle [N, H, P]` in turns of 2π, between −½ and ½.
 
     Raises:
-        ValueError: heads or groups do not divide, rotated channels do not pair up, or the decay has no step size.
+        ValueError: a number of heads or groups does not divide, the rotated channels do not pair up, or the decay has
+            no step size.
     """
 
     ROPE_FRACTIONS = (0.5, 1)
@@ -237,9 +241,11 @@ class EchoMamba3(Mixer):
         S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t k_{t−1} x_{t−1}ᵀ) + λ_t Δ_t k_t x_tᵀ,   y_t = S_tᵀ q_t
 
     The output is `(y ⊙ silu(z)) W_o`. Every head has its own b, c and angles, and all K channels are rotated. The paper
-    does not name z and ω, whose 256 + 32 columns its count needs. Source: Echo, Appendices B.1, G.1, G.5; §4.1.
+    names all parts but z and ω. Their 256 + 32 columns are what its number of parameters needs.
+    Source: Echo, Appendices B.1, G.1 and G.5, and the counts of §4.1.
 
     Args:
+        place, run: groups of options.
         expand: inner width divided by hidden_size.
         state_size: K, rows of the state of a head, which must be even.
         conv_size: taps of the short convolution.

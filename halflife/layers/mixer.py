@@ -24,7 +24,8 @@ State = dict[str, Tensor]
 class SharedTensors:
     """Tensors by name that all layers of one forward pass share, and that a layer adds to for later ones.
 
-    It is no `dict`, because accelerate and FSDP2 copy every dict that a module is given.
+    It is no `dict`, because accelerate and FSDP2 copy every dict that a module is given. What a layer writes into such
+    a copy never reaches the later layers.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -101,13 +102,16 @@ class Mixer(nn.Module):
         """Mix `x [B, T, D]` along T.
 
         Args:
+            x: inputs `[B, T, D]`.
             state: the state after the previous piece, one row per sequence, or None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), or the `Packing` of x.
             attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
-            shared: tensors that the layers of a pass share: RWKV-7's first values, SKA's action mask, padded like x.
+            shared: tensors that all layers of one forward pass share. They are values that a layer passes to later ones
+                (RWKV-7's first values) and inputs of all layers (SKA's action mask, padded as x is).
 
         Returns:
-            `y [B, T, D]` and the new state. Its tensors keep no other memory alive.
+            `y [B, T, D]` and the new state. Its tensors keep no other memory alive, such as the activations of x. A
+            part that these tokens do not change may be the tensor that was given.
 
         Raises:
             ValueError: cu_seqlens and attention_mask are both given, or a shape does not fit.
@@ -148,15 +152,25 @@ class Mixer(nn.Module):
         return {"chunk_size": self.chunk_size, "backend": self.backend}
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        """Mix inputs without padding: `y [B, T, D]` and the new state without `position`, whose tensors may be views.
+        """Mix inputs without padding.
 
-        `packing` says where the sequences of x lie. `state` is that after the previous piece, empty at the start.
+        Args:
+            x, shared: as in `forward`.
+            packing: where the sequences of x lie.
+            state: the state after the previous piece; an empty dict at the start.
+
+        Returns:
+            `y [B, T, D]` and the new state without `position`. Its tensors may be views, which `forward` copies.
         """
         raise NotImplementedError
 
 
 def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
-    """Build the layer `name` with the options in its docstring; a ValueError if it or they cannot be."""
+    """Build the layer `name`, one of `LAYERS.names()`, with the options in its docstring.
+
+    Raises:
+        ValueError: a name is unknown (the message lists the choices), or the options contradict each other.
+    """
     layer = LAYERS[name]
     check_options(f"layer {name}", layer, options)
     built = construct(layer, layer.complete({"hidden_size": hidden_size, **options}))
@@ -164,7 +178,10 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
 
 
 def pass_features(shared: Shared | None, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put q, k `[B, T, G, K]` and v `[B, T, H, V]` into `shared`, if there is one, for later layers (Echo, §6.1)."""
+    """Put the keys, queries and values of a layer into `shared`, if there is one, for later layers (Echo, §6.1).
+
+    They are `[B, T, G, K]`, `[B, T, G, K]` and `[B, T, H, V]`.
+    """
     if shared is not None:
         for name, x in zip(FEATURES, (q, k, v), strict=True):
             shared[name] = x
@@ -175,8 +192,13 @@ def taken_features(
 ) -> list[Tensor]:
     """The features of the nearest layer before, for each head: `[B, T, H, K]` twice and `[B, T, H, V]`.
 
-    `tokens` are B and T of the layer that takes them, and `num_heads`, `rank` and `width` its H, K and H · V. A
-    ValueError says that no layer before passes its features on, or that they have other sizes.
+    Args:
+        shared: tensors of this forward pass.
+        tokens: B and T of the layer that takes them.
+        num_heads, rank, width: its H, K and H · V.
+
+    Raises:
+        ValueError: no layer before passes its features on, or they have other sizes.
     """
     if shared is None or any(name not in shared for name in FEATURES):
         raise ValueError("features 'mixer' are those of a Mamba layer before this one that has share_features=True")
@@ -190,9 +212,14 @@ def taken_features(
 
 
 def unpad(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack a padded batch `x [B, T, …]`, row after row. The mask `[B, T]` is 1 for tokens and 0 for padding anywhere.
+    """Pack a padded batch, row after row.
 
-    It returns `(packed [1, tokens, …], cu_seqlens [B + 1], index [tokens])`. `repad` reverses this.
+    Args:
+        x: `[B, T, …]`.
+        attention_mask: `[B, T]`, 1 for tokens and 0 for padding, which may stand anywhere.
+
+    Returns:
+        `(packed [1, tokens, …], cu_seqlens [B + 1], index [tokens])`. `repad` reverses this.
     """
     if attention_mask.shape != x.shape[:2]:
         raise ValueError(f"attention_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(attention_mask.shape)}")

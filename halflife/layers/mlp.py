@@ -16,7 +16,10 @@ from halflife.precision import Float32Module
 
 
 class Eigenvalues(Float32Module):
-    """The eigenvalues `γ + iω = σ(·) e^{iθ}` of pairs of channels: at the start of modulus 0.95, over [0, π]."""
+    """The eigenvalues `γ + iω = σ(·) e^{iθ}`, one per pair of channels.
+
+    Their modulus starts at 0.95, and their angles are spread evenly over [0, π].
+    """
 
     MODULUS = 0.95
 
@@ -67,9 +70,13 @@ class KoopmanMLP(nn.Module):
     its §3.3 claims more). Source: Echo, §3.3; docs/equations.md, section 6.
 
     Args:
+        hidden_size: D.
         intermediate_size: inner width, which must be even. None means 8/3 D, rounded up to a multiple of 64.
         gated: whether to multiply by `σ(W_gate x)` before the read-out. It then has as many parameters as SwiGLU.
         clamped: whether `|γ + iω|` is clamped at 1, as the paper prints it. Otherwise it is a sigmoid, and below 1.
+
+    Raises:
+        ValueError: the width is odd.
     """
 
     maps_of_input = ("lift", "gate")  # see `Mixer`
@@ -96,7 +103,12 @@ class KoopmanMLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """`(silu(x W_gate) ⊙ x W_up) W_down` (Shazeer 2020) of `intermediate_size`; None is 8/3 D, or a bit more, by 64."""
+    """`(silu(x W_gate) ⊙ x W_up) W_down` (Shazeer 2020).
+
+    Args:
+        hidden_size: D.
+        intermediate_size: inner width; None means 8/3 D, rounded up to a multiple of 64.
+    """
 
     pass_backend = "auto"  # see `parts.set_backend`
     maps_of_input = ("gate", "up")  # see `Mixer`

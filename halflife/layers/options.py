@@ -26,7 +26,11 @@ class Place:
     num_layers: int = 1
 
     def head_size(self, expand: int = 1) -> int:
-        """The channels of a head, `expand` · D / H; a ValueError if H does not divide it."""
+        """The channels of a head, `expand` · D / H.
+
+        Raises:
+            ValueError: H does not divide it.
+        """
         width = expand * self.hidden_size
         if self.num_heads < 1 or width % self.num_heads:
             raise ValueError(f"num_heads must divide hidden_size; got {self.num_heads} and {width}")
@@ -65,7 +69,11 @@ class DecayChoice:
             check_options("post", PoST, self.post, ["decay"])
 
     def build(self, place: Place, *, head_dim: int, granularity: str = "scalar") -> Decay | None:
-        """The decay of a layer with keys of `head_dim` channels; a ValueError for options without a decay."""
+        """The decay of a layer with keys of `head_dim` channels.
+
+        Raises:
+            ValueError: there are options of a decay, and no decay; or they do not fit.
+        """
         if self.decay is None:
             if self.post is not None:
                 raise ValueError("PoST orders decay rates, and a layer without a decay has none")
@@ -107,10 +115,14 @@ class StepDecay(DecayChoice):
 
 
 def check_gain(post: Mapping[str, Any] | None, *, delta: bool) -> None:
-    """Raise a ValueError unless PoST can stretch what a layer writes (`stretch_gain`).
+    """Check that PoST can stretch what a layer writes (`stretch_gain`).
 
-    `post` are the options of PoST. A `delta` rule has a writing strength β that must not grow beyond 2, as it would at
-    early positions with t_ref > 1.
+    Args:
+        post: the options of PoST.
+        delta: whether the layer writes by a delta rule, whose writing strength β must not grow beyond 2.
+
+    Raises:
+        ValueError: there is no PoST, or a delta rule has t_ref > 1, so that the factor at early positions is above 1.
     """
     if post is None:
         raise ValueError("stretch_gain stretches the input as PoST stretches the decay; give post too")

@@ -180,7 +180,10 @@ def _maps_of_input(part: nn.Module, norm: Any, x: Tensor) -> list[nn.Linear]:
 
 
 def map_of_gated(norm: Any, y: Tensor, z: Tensor | None, out: nn.Module, dtype: torch.dtype) -> Tensor:
-    """`out(norm(y, z))` of `y [B, T, D]` or `[B, T, H, V]` and `z [B, T, D]` or None, rounded for `dtype`."""
+    """`out(norm(y, z))` of `y [B, T, D]` or `[B, T, H, V]` and `z [B, T, D]` or None; of a token by one kernel.
+
+    The output of the norm is rounded for inputs of this `dtype`.
+    """
     weight = None if norm.pass_backend != "auto" or is_watched(norm) else weight_of(out)
     given = [x for x in (z, norm.weight) if x is not None]
     if weight is not None and takes_map(y, *given, weight):
@@ -208,9 +211,14 @@ FEATURE_MAPS = {
 
 
 class DecayProjection(nn.Module):
-    """The projection to the activation f of a decay, whose log-decays have the `shape` `(H,)` or `(H, K)`.
+    """The projection to the activation f of a decay. For a vector decay it may have low rank.
 
-    `rank` is that for a vector decay, None for full rank; `bias` and initial `law` (None: torch's) are of the last map.
+    Args:
+        hidden_size: D of the input.
+        shape: shape of one token's log-decays, `(H,)` or `(H, K)`.
+        rank: rank of the projection for a vector decay; None for full rank.
+        bias: whether the last map has a bias.
+        law: initial values of the last map; None means torch's.
     """
 
     def __init__(
@@ -280,7 +288,10 @@ def rotary(
     q: Tensor, k: Tensor, position: Tensor, base: float = ROPE_BASE, backend: str = "auto",
     kept: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rope` of queries and keys `[B, T, H, K]`, with angles that `kept` remembers (`Packing.kept`)."""
+    """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once.
+
+    `kept` remembers them for other layers with the same tensor of positions (`Packing.kept`).
+    """
     cos, sin = turns(q, position, base, {} if kept is None else kept)
     return fused.rotate(q, cos, sin, backend), fused.rotate(k, cos, sin, backend)
 
@@ -296,7 +307,10 @@ def turns(q: Tensor, position: Tensor, base: float, kept: dict[Any, Any]) -> tup
 
 
 def set_backend(module: Module, backend: str) -> Module:
-    """Let the ops of a module run by `backend`, and its passes `dispatch.beside` it; return the module."""
+    """Let the ops of a module run by `backend`, and return the module.
+
+    Norms, gates and convolutions stay in plain torch where the op on the state does (`ops.backends.dispatch.beside`).
+    """
     for part in module.modules():
         for name, value in (("backend", backend), ("pass_backend", beside(backend))):
             if hasattr(part, name):

@@ -32,7 +32,10 @@ WIDEST_TOKEN = 128  # channels of a head in the kernel of a token, which has all
 
 
 class LoRA(nn.Module):
-    """The low-rank map `f(x W₁) W₂`, f by its name in torch, or the identity; W₁ starts at 0, W₂ orthogonal."""
+    """The low-rank map `f(x W₁) W₂`; `activation` names the torch function f, None the identity.
+
+    Initially W₁ is zero, and W₂ is orthogonal with gain 0.1.
+    """
 
     only_products = True  # see `ops.linear.cast_weights`
 
@@ -202,6 +205,7 @@ class RWKV7(Shifting):
         return self.mu(x, first, packing)
 
     def maps_of_token(self, x: Tensor, state: State, packing: Packing) -> tuple[list[Tensor], list[Tensor | None]]:
+        """μ and the weights of r, k and v, and of the first factors of the maps of low rank."""
         if not self.decodes(x, state, packing) or is_watched(self.mu):
             return [], []
         weights = [*map(weight_of, (self.r_proj, self.k_proj, self.v_proj)), *[lora.down for lora in self._loras]]
@@ -264,8 +268,12 @@ class RWKV7(Shifting):
 class RWKV7ChannelMix(Shifting):
     """RWKV-7's channel mix: `y = relu((x + δ ⊙ μ) W_k)² W_v`, δ_t = x_{t−1} − x_t.
 
-    Its state is the last x. W_v starts at zero. `intermediate_size` is the width inside; None means 4 D. Initial values
-    depend on the index of the layer and the number of layers.
+    Its state is the last x. W_v starts at zero.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: width inside; None means 4 D.
+        layer_idx, num_layers: the index of the layer and the number of layers; initial values depend on them.
     """
 
     initial: ClassVar[dict[str, Law]] = {"k_proj": uniform(0.5), "v_proj": uniform(0)}

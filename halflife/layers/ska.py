@@ -37,12 +37,16 @@ class SKA(DecayGate):
     """Spectral Koopman attention (Echo, §3.2): ridge regression on all earlier chunks, with keys of rank r.
 
     `y = W_o (η ⊙ koopman_attention(ψ(q), ψ(x W_k), x W_v))` with `q = x W_k + x W_q` or `q = x W_q`. W_k starts
-    orthogonal, and W_o at zero. The paper's defaults do not learn recall (docs/results/echo.md).
+    orthogonal, and W_o at zero. The defaults differ from the paper's, because the paper's do not learn recall
+    (docs/results/echo.md).
 
-    With `decay` and `beta` the sums forget. `shared["action_mask"]`, `[B, T]`, is 1 for tokens that enter the sums, by
-    default all. Every token reads, and every token decays the sums. In mode "chunk" a query reads earlier chunks.
+    With `decay` and `beta` the sums forget. PoST slows that down with the position, as in the layers of its paper.
+
+    `shared["action_mask"]`, `[B, T]`, is 1 for tokens that enter the sums. The paper's tasks leave out tokens that
+    carry no fact. Without a mask all tokens enter. Every token reads, and every token decays the sums.
 
     Args:
+        place, decay, run: groups of options. In mode "chunk" a query reads the chunks before its chunk.
         rank: r.
         lift: "none"; "cg", `clebsch_gordan` ψ of 2 r / 3 numbers; or "cg_projected", Φ ψ of r numbers (r + 1 for odd r)
             with a learned map Φ to r features, which all heads share and which starts orthogonal (Echo, Appendix B.4).
@@ -52,17 +56,18 @@ class SKA(DecayGate):
         mix: "learned", one μ per head, "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "powers", a learned sum over
             the powers from 0 to K, which starts at the first power (see `Readout`).
         gamma: γ; None means learned in [1, 1.5], one per head.
-        conv_size: taps of a short convolution with SiLU on q, k and v; 0 for none.
-        query_init: "key" or "own". With "key", queries are the keys plus `x W_q`, and W_q starts at zero. At K = 1 the
-            layer then recalls before training. With "own" (the paper's), queries are `x W_q`, and W_q starts
-            orthogonal.
+        conv_size: taps of a short convolution with SiLU on q, k and v; 0 for none. Each has taps of its own, so queries
+            that start as keys (`query_init`) equal them before the convolution.
+        query_init: "key" or "own". With "key", queries are the keys plus `x W_q`, and W_q starts at zero. One power of
+            the operator maps the key of a token to the key that followed it, so at K = 1 the layer recalls before
+            training. With "own" (the paper's), queries are `x W_q`, and W_q starts orthogonal.
         ridge: ε.
         mode: "chunk"; "prefix", where a call without a state reads one operator of all its tokens, and later calls read
             one operator per token; or "masked", where every call reads one operator of the tokens in the action mask,
             in both directions, and has no state. The last two let information flow from future tokens.
         refresh: "chunk", or "token" for one operator per token.
         decode_refresh: the same for a call with a state and one token a sequence in evaluation mode; None means
-            `refresh`. The paper trains by chunk and decodes by token.
+            `refresh`. The paper trains by chunk and decodes by token. The first token after a change begins a chunk.
         normalization: "causal", "trace", "sequence" or "paper" (`ops.koopman_attention`). In the last two information
             flows from future tokens. With "token" every key and query is divided by its own norm (Remark 5).
         operator: "whitened", or "main_text" (`ops.koopman_attention`).

@@ -50,7 +50,10 @@ class Shifting(Mixer):
     def of_norm(
         self, norm: Any, x: Tensor, branch: Tensor | None, state: State | None, packing: Packing
     ) -> Sequence[Tensor] | None:
-        """The mixtures of the norm of `x + branch` (of a token, their maps), its last tokens, and the sum; or None."""
+        """The mixtures of the norm of `x + branch`, its last tokens, and the sum; None where no kernel makes them.
+
+        Of a token it is what maps make of the mixtures (`maps_of_token`).
+        """
         if x.is_cpu or torch.compiler.is_compiling() or packing.cu_seqlens is not None or not x.shape[1]:
             return None
         watched = [norm] if isinstance(self.mu, Tensor) else [norm, self.mu]

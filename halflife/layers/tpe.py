@@ -21,7 +21,8 @@ class ToeplitzKernel(Float32Module):
     """`r_n = Σ_i a_i b_i λ_i^n`, one kernel per head, a sum of N exponentials.
 
     The time-scales start between 1 and `longest` tokens, a at 0 and b at 1, so at first earlier tokens have weight 0.
-    With a of standard deviation 1/N the loss is 0.25 nats worse (docs/log.md).
+    If a starts with standard deviation 1/N, the sum over earlier tokens is as large as the token itself, and the loss
+    is 0.25 nats worse (docs/log.md).
     """
 
     def __init__(self, num_heads: int, size: int, longest: float) -> None:
@@ -66,11 +67,12 @@ class Toeplitz(Mixer):
 class TPE(Toeplitz):
     """Toeplitz position encoding: `y_t = Σ_{s ≤ t} r_{t−s} x_s`, head by head, `r_n = Σ_i a_i b_i λ_i^n`.
 
-    It is linear attention whose query a, key b and decay λ are the same at every token. A model adds its output to the
-    embeddings, which also sets the weight at distance 0. There are H kernels, each for D / H channels. Source: Decay,
-    §2.2; Qin et al. 2025.
+    It is linear attention whose query a, key b and decay λ are the same at every token, so it runs in linear time and
+    streams. A model adds its output to the embeddings, which also sets the weight at distance 0.
+    Source: Decay, §2.2; Qin et al. 2025.
 
     Args:
+        place, run: groups of options. There are H kernels, each for D / H channels.
         state_size: number N of exponentials in a kernel.
         longest: largest initial time-scale, in tokens.
     """
@@ -89,7 +91,10 @@ class TPE(Toeplitz):
 
 
 class HeadDecay(Float32Module):
-    """The a and b and the decay λ = σ(·) of each head, `drawn` standard normal, or 1 and ½ at the start."""
+    """The vectors a and b and the decay λ = σ(·) of each head.
+
+    All are drawn from a standard normal distribution, or, if not `drawn`, a and b start at 1 and λ at ½.
+    """
 
     def __init__(self, num_heads: int, head_dim: int, drawn: bool) -> None:
         super().__init__()
@@ -114,8 +119,10 @@ class HeadDecay(Float32Module):
 class PaperTPE(Toeplitz):
     """Toeplitz position encoding with one λ per head: `y_t = Σ_{s ≤ t} (a·b) λ^{t−s} x_s`, head by head.
 
-    A model reads its output in the place of the embeddings. There are H kernels, each for D / H channels, which a and b
-    have too. The paper gives no initial values. Source: Decay, §2.2.
+    A model reads its output in the place of the embeddings. The paper gives no initial values. Source: Decay, §2.2.
+
+    Args:
+        place, run: groups of options. There are H kernels, each for D / H channels. a and b have D / H entries.
     """
 
     drawn = True  # see `HeadDecay`
@@ -133,8 +140,11 @@ class PaperTPE(Toeplitz):
 class ReleasedTPE(PaperTPE):
     """`tpe_paper` with a norm and a projection: `y = RMSNorm(Σ_{s ≤ t} (a·b) λ^{t−s} x_s) W`, norm over all heads.
 
-    The authors of the Decay paper ran it so: their RMSNorm ignores the number of groups that it is given, and a, b and
-    λ are drawn and then set to their start. Source: released code of the Decay paper (xmixers).
+    The authors of the Decay paper ran it so: their code gives the norm a number of groups, which their RMSNorm ignores,
+    and draws a, b and λ, which it then sets to their start. Source: released code of the Decay paper (xmixers).
+
+    Args:
+        place, run: as in `PaperTPE`.
     """
 
     drawn = False

@@ -21,10 +21,14 @@ FORMAT = 1  # increased when older checkpoints can no longer be read
 
 
 def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None) -> Path:
-    """Write the configuration and the weights of `model` into `folder`, which is created if needed, and return it.
+    """Write the configuration and the weights of `model` into `folder`, and return the folder.
 
-    After `import halflife.hf`, `AutoModelForCausalLM.from_pretrained(folder)` of transformers reads it too. `tokenizer`
-    is the name of the model's built-in tokenizer ("bytes", "bytes+eos"), or None.
+    After `import halflife.hf`, `AutoModelForCausalLM.from_pretrained(folder)` of transformers reads it too.
+
+    Args:
+        model: the model.
+        folder: the folder, which is created if needed.
+        tokenizer: name of the model's built-in tokenizer ("bytes", "bytes+eos"), or None.
     """
     folder = Path(folder)
     write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt"})
@@ -44,7 +48,12 @@ def is_ours(config: Any) -> bool:
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
-    """The model that `save`, or `save_pretrained` of a halflife model, wrote; a ValueError if damaged."""
+    """Return the model that `save`, or `save_pretrained` of a halflife model, wrote into `folder`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the format is another one, a file is damaged, or the weights do not fit the configuration.
+    """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
     if not is_ours(config):

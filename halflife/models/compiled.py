@@ -27,12 +27,17 @@ MOST_GRAPHS = 64
 
 @contextmanager
 def compiled_blocks(model: LanguageModel, recompute: Sequence[str] = ()) -> Iterator[Callable[[], int]]:
-    """Inside this block, run the blocks of `model` compiled wherever gradients are recorded; FSDP2 shards it inside.
+    """Inside this block, run the blocks of `model` compiled wherever gradients are recorded.
 
-    `recompute` is what the backward pass computes again: "blocks", or some of `backends.dispatch.KINDS`.
+    It replaces `forward` of the blocks, and afterwards restores it. FSDP2 shards the model inside.
+
+    Args:
+        recompute: what the backward pass computes again: "blocks", or some of `backends.dispatch.KINDS`.
 
     Yields:
-        A function that returns how many graphs were compiled so far. Other lengths and packed documents compile again.
+        A function that returns how many graphs were compiled so far. A batch of another kind compiles again: the first
+        one, the first of another length (whose graphs then hold for every length, but in Mamba-3 and log-linear and
+        forgetting attention), packed documents, and a single one.
     """
     from torch._dynamo import config
     from torch._dynamo.utils import counters

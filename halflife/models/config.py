@@ -160,7 +160,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
-        """The configuration that `to_dict` wrote; a ValueError for a missing or unknown key lists the known keys."""
+        """Return the configuration that `to_dict` wrote.
+
+        Raises:
+            ValueError: a key is missing or unknown; the message lists the known keys.
+        """
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key in data:
             check_choice("key of ModelConfig", key, fields)

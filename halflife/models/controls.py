@@ -22,7 +22,11 @@ CACHES = ("attention", "fox")  # mixers whose state is a cache
 
 
 def split_control(name: str) -> tuple[str, str, str] | None:
-    """Split `base@state(target)` or `base@parameters(target)` into base, kind and target; None without "@"."""
+    """Split `base@state(target)` or `base@parameters(target)` into base, kind and target; None for other names.
+
+    Raises:
+        ValueError: there is an "@", and the name has another form.
+    """
     if "@" not in name:
         return None
     match = CONTROL_NAME.fullmatch(name)
@@ -35,12 +39,17 @@ def control(base: ModelConfig, kind: str, target: ModelConfig, length: int, name
     """Return the base with as much state, or as many parameters, as the target, to `SIZE_TOLERANCE`.
 
     The state is resized by its rows: `state_size`, or `head_dim` of mixers without it. The parameters are resized by
-    the width of the MLP, or of a model without one. A ValueError says that no size comes near enough.
+    the width of the MLP, or by the width of a model without one.
 
     Args:
+        base: the model to resize.
         kind: "state" or "parameters".
+        target: the model to match.
         length: tokens after which states are compared; only caches depend on it.
         name: the name of the control.
+
+    Raises:
+        ValueError: no size comes near enough, as for softmax attention, whose cache has no rows.
     """
 
     def measure(config: ModelConfig) -> int:

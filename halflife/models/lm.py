@@ -65,7 +65,10 @@ class Block(nn.Module):
         self, x: Tensor, state: State | None, packing: Packing, shared: Shared, branch: Tensor | None = None,
         adds: bool = True,
     ) -> tuple[Any, State]:  # fmt: skip
-        """`(x, state)`, or with `adds=False` `((x, y), state)`, whose sum the next norm adds; `branch` is such a y."""
+        """Return `(x, state)`. With `adds=False` it is `((x, y), state)`, whose sum the next norm is to add.
+
+        `branch` is such a y of the block before.
+        """
         with _AS_THEY_ARE if x.is_cpu or torch.compiler.is_compiling() else cast_weights(self, x):
             if shared:  # earlier layers may be on another device
                 for name in shared:
@@ -216,7 +219,11 @@ class Backbone(nn.Module):
 
 
 class LanguageModel(Backbone):
-    """A causal language model with any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`."""
+    """A causal language model with any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`.
+
+    Args:
+        config: the configuration; `preset` builds one by name.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -267,9 +274,7 @@ class LanguageModel(Backbone):
         attention_mask: Tensor | None = None,
         action_mask: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """The logits `[B, T, vocab_size]` of the token after each of `ids`, and the new state, one dict for each layer.
-
-        The state of the Toeplitz layer, if the model has one, comes last.
+        """Return the logits of the token after each of `ids`.
 
         Args:
             ids: token ids `[B, T]`, integers below vocab_size.
@@ -278,8 +283,13 @@ class LanguageModel(Backbone):
             attention_mask: `[B, T]`, 0 at padding, on the left or the right. The logits there are 0.
             action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
 
+        Returns:
+            `logits [B, T, vocab_size]` and the new state, one dict for each layer. The state of the Toeplitz layer, if
+            the model has one, comes last.
+
         Raises:
-            ValueError: a shape or dtype does not fit, the state is of another model, or no layer reads the action mask.
+            ValueError: a shape or dtype does not fit, the state is of another model, or the model has no layer that
+                reads the action mask.
         """
         hidden, state = self.hidden(ids, state, cu_seqlens, attention_mask, action_mask)
         return self.logits(hidden), state

@@ -22,10 +22,14 @@ from halflife.models.tensor_file import INDEX, Checkpoint
 
 
 def load_any(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
-    """The model in `folder`, which `checkpoint.save`, transformers' `save_pretrained` or another library wrote.
+    """Return the model in `folder`, which `checkpoint.save`, transformers' `save_pretrained` or another library wrote.
 
     A model of another library is converted in memory (`convert.SOURCES`). The weights must be safetensors, in one file
-    or in shards. Errors are those of `checkpoint.load`.
+    or in shards.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the model cannot be converted, a file is damaged, or the weights do not fit the configuration.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
@@ -51,7 +55,11 @@ def check_finite(model: nn.Module, folder: str | Path) -> None:
 
 
 def configurations(folders: Sequence[str]) -> list[ModelConfig]:
-    """The configurations of the models in and below the folders, equal ones once, of one width and depth."""
+    """Return the configurations of the models in and below the folders, equal ones once; [] without folders.
+
+    Raises:
+        FileNotFoundError, ValueError: see `checkpoints` and `load_any`; or the models differ in width or layers.
+    """
     found = checkpoints([Path(folder) for folder in folders]).values() if folders else ()
     configs = [*{(config := load_any(folder).config).to_json(): config for folder in found}.values()]
     if len({(config.hidden_size, config.num_layers) for config in configs}) > 1:
@@ -66,11 +74,16 @@ def convertible(model_type: str) -> bool:
 
 
 def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = convertible) -> dict[str, Path]:
-    """The checkpoints in and below the folders, as a mapping from label to folder.
+    """Return the checkpoints in and below the folders, as a mapping from label to folder.
 
-    They are sorted within each folder, a comparison's in the order of its models, and none is listed twice. A label is
-    the model's name. If two names agree, every label also has its folder's name; if these agree too, the labels are the
-    folders' paths. `readable` says by `model_type` whether a model of another library counts.
+    They are sorted within each folder, a comparison's in the order of its models, and none is listed twice. Checkpoints
+    that are not readable are skipped.
+    A label is the model's name. If two names agree, every label also has its folder's name; if these agree too, the
+    labels are the folders' paths.
+
+    Args:
+        folders: the folders.
+        readable: whether a model of another library counts, by its `model_type`.
 
     Raises:
         FileNotFoundError: a folder is missing or holds no checkpoint.
@@ -98,7 +111,11 @@ def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = conve
 
 
 def without_diverged(found: dict[str, Path]) -> dict[str, Path]:
-    """The models of `checkpoints` whose training did not diverge, at least one; a warning names the others."""
+    """The models of `checkpoints` whose training did not diverge; a warning names the others, which hold no numbers.
+
+    Raises:
+        ValueError: there is none.
+    """
     results = {label: read_json_object(folder / RESULT_JSON, optional=True) for label, folder in found.items()}
     if lost := [label for label, result in results.items() if "diverged" in result]:
         if len(lost) == len(found):

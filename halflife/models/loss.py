@@ -31,7 +31,8 @@ CACHED_LOGITS, MANY_TOKENS = 1 << 21, 512
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     """`hidden weightᵀ`, `[…, D]` and `[V, D]` → `[…, V]`, for a weight that is read beside its module.
 
-    A ValueError says that the weight is elsewhere, as offloaded; torch itself would return memory as it finds it.
+    Raises:
+        ValueError: the weight is elsewhere, for example offloaded. torch itself would return memory as it finds it.
     """
     if weight.device != hidden.device:
         raise ValueError(
@@ -113,7 +114,10 @@ def token_losses(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor) -> Te
 
 
 def tokens_at_once(vocabulary: int, device: str, in_place: int = 0) -> int:
-    """The tokens whose logits are computed at once; `in_place` are bytes of a logit that its gradient replaces."""
+    """The number of tokens whose logits are computed at once on a type of device.
+
+    `in_place` are the bytes of a logit whose gradient takes its place, or 0.
+    """
     if in_place:
         return max(1, IN_PLACE // in_place // vocabulary)
     most = max(1, (GPU_LOGITS if device == "cuda" else LOGITS) // vocabulary)

@@ -21,10 +21,13 @@ def without_weight_decay(model: nn.Module) -> set[int]:
 
 
 def param_groups(model: nn.Module, weight_decay: float, learning_rate: float | None = None) -> list[dict[str, Any]]:
-    """Parameter groups for an optimiser: matrices with weight decay, and `without_weight_decay` without.
+    """Return parameter groups for an optimiser: matrices with weight decay, and `without_weight_decay` without.
 
-    A further group holds the parameters of the modules with a `learning_rate_factor` other than 1 (`decay.PoST`). Its
-    "lr" is that factor times the rate, without which it is a ValueError.
+    A further group holds the parameters of the modules that have an attribute `learning_rate_factor` other than 1
+    (`decay.PoST`). Its "lr" is that factor times the rate.
+
+    Raises:
+        ValueError: a module has such a factor, and `learning_rate` is None.
     """
     factors = {
         id(parameter): factor

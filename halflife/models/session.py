@@ -47,7 +47,7 @@ def next_token(model: LanguageModel, ids: Tensor, state: ModelState | None) -> D
 class Session:
     """One sequence, read and written in pieces of any size. The session stores only the model's state.
 
-    Its memory grows with the sequence in softmax attention alone.
+    Its memory does not grow with the sequence, except in softmax attention, whose cache grows.
 
         session = Session(model).feed("The capital of France is")
         draft = session.fork()
@@ -59,8 +59,8 @@ class Session:
         decode: the tokenizer's function from ids to text; None as above.
         piece_size: number of tokens that the model reads at once; it bounds the memory that a long text needs.
         state_dtype: torch.float64 keeps the matrices of linear and delta updates (and the slow states of GateRank) in
-            float64 from the second piece on, for streams of 100,000 tokens (`docs/streaming.md`). None keeps all
-            dtypes.
+            float64 from the second piece on, for streams of hundreds of thousands of tokens (`docs/streaming.md`). They
+            then take twice the memory. The sums of Koopman attention keep their dtype. None keeps all dtypes.
 
     Attributes:
         state: the model's state, or None before the first token. Its tensors are never modified.
@@ -90,7 +90,11 @@ class Session:
         self._recent: list[int] = []  # the last tokens, as far as the text of later ones depends on them
 
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
-        """Read token ids `[T]`, or text if there is a tokenizer (else a ValueError), and return self."""
+        """Read token ids `[T]` or text, and return the session.
+
+        Raises:
+            ValueError: the ids are not integers of the vocabulary, or text is given without a tokenizer.
+        """
         numbers = self._ids(tokens)
         ids = numbers.to(self.model.embedding.weight.device, non_blocking=True)
         with fast_linears(self.model) if len(ids) > 1 else nullcontext():
@@ -146,7 +150,11 @@ class Session:
 
     @property
     def next_logits(self) -> Tensor:
-        """The logits `[vocab_size]` of the next token; a ValueError if the session has read nothing yet."""
+        """The logits `[vocab_size]` of the next token.
+
+        Raises:
+            ValueError: the session has read nothing yet.
+        """
         if not self._results:
             raise ValueError("the session has read nothing yet: feed it a token first")
         return self._own(self._results)[0]
@@ -210,7 +218,11 @@ class Session:
         Args:
             n: largest number of tokens.
             stop: tokens or texts that end the text; they are not part of it. The session has read what it drew of them.
-            **settings: those of `sample`, whose ValueErrors it has, also without `decode` and for an empty `stop`.
+            **settings: settings of `sample`.
+
+        Raises:
+            ValueError: as in `sample`, an empty text in `stop`, or the tokens are not bytes and there is no `decode`.
+            TypeError: `stop` has something other than tokens and texts.
         """
         if not self._has_text:
             raise ValueError(
@@ -221,7 +233,11 @@ class Session:
         return text.pieces_of_text(tokens, ends, text.TextStream(self.decode, self._recent, texts))
 
     def save(self, path: str | Path) -> Path:
-        """Write the state and the last logits into a safetensors file, from which `load` continues, if there are."""
+        """Write the state and the last logits into a safetensors file, from which `load` continues.
+
+        Raises:
+            ValueError: the session has read nothing yet.
+        """
         tensors = {"logits": self.next_logits, "last": torch.tensor(self._recent)}
         for i, layer in enumerate(self.state or ()):
             tensors |= {f"{i}.{name}": part for name, part in layer.items()}
@@ -234,7 +250,10 @@ class Session:
     def load(self, path: str | Path) -> Session:
         """Continue from the state that `save` wrote, and return the session. After an error it is as it was before.
 
-        A file that is damaged, or of a model of another configuration (weights are not compared), is a ValueError.
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is damaged or of another format, or its state belongs to a model of another
+                configuration. Weights are not compared.
         """
         tensors, about = read_tensors(Path(path), self.model.embedding.weight.device)
         if about.get("format") != str(FORMAT):

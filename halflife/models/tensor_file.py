@@ -41,7 +41,12 @@ def _sort_metadata(path: Path) -> None:
 
 
 def open_tensors(path: Path) -> Any:
-    """Open a safetensors file, whose tensors are read on access; a ValueError if it is damaged."""
+    """Open a safetensors file, whose tensors are read when they are accessed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is truncated or no safetensors file.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -57,7 +62,11 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file and the strings about them; a ValueError if it has changed since it was written."""
+    """Return the tensors of a file and the strings about them. Files without a checksum are not checked.
+
+    Raises:
+        FileNotFoundError, ValueError: see `open_tensors`; or the file has changed since it was written.
+    """
     from safetensors import SafetensorError
 
     try:

@@ -26,16 +26,17 @@ class TextStream:
     """The text of tokens as they come, which together is what `decode` says of all tokens.
 
     A token's text may depend on earlier tokens, so these are decoded together with it. A character appears with the
-    last token that it needs. Characters that a later token may change wait. A run of bytes waits for its end, because
-    one wrong byte makes all unreadable. Characters that may begin a stop string wait too.
+    last token that it needs. Characters that a later token may change wait. With byte fallback, one wrong byte makes
+    the whole run of bytes unreadable, so the run waits for its end. Characters that may begin a stop string wait too.
 
     Args:
         decode: the tokenizer's function from ids to text; None for bytes.
         before: the tokens before the first one, or the last of them that `context` returns.
-        stops: strings that end the text and are no part of it; one that came sets `stopped`.
+        stops: strings that end the text; they are no part of it.
 
     Attributes:
         released: number of characters that `push` has returned.
+        stopped: whether a stop string came.
     """
 
     def __init__(self, decode: Decode | None, before: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
@@ -99,9 +100,9 @@ class TextStream:
 
 
 def context(decode: Decode | None, tokens: Sequence[int]) -> list[int]:
-    """The last tokens, some 64, after which later tokens have the text that they have after all of `tokens`.
+    """Return the last tokens of `tokens` after which later tokens have the text that they have after all of them.
 
-    They have a text and do not begin within a character.
+    These are some 64 that have a text and do not begin within a character.
     """
     decode, count = decode or _decode_bytes, CONTEXT
     while count < len(tokens) and (not (text := decode(tokens[-count:])) or text.startswith(REPLACED)):
@@ -155,7 +156,11 @@ def draw(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:  # fmt: skip
-    """Draw a token from `logits [V]`, which must be finite; the settings are those of `Session.sample`."""
+    """Draw a token from `logits [V]`; the settings are those of `Session.sample`.
+
+    Raises:
+        ValueError: a logit is not finite.
+    """
     return number_of(choose(logits, temperature, top_k, top_p, generator))
 
 
@@ -168,7 +173,10 @@ def choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None,
     best: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`draw` on the device, without a wait: −1 if a logit is not finite. `best` is the `likeliest`, if known."""
+    """Draw a token as `draw` does, but leave it on its device, where it is −1 if a logit is not finite.
+
+    The host of an accelerator waits for nothing. `best` is the `likeliest` token, if it is known.
+    """
     if temperature == 0:
         return likeliest(logits) if best is None else best
     finite = logits.isfinite().all() if best is None else best >= 0

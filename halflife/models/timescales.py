@@ -31,7 +31,12 @@ def granularity(model: HasBlocks) -> str:
 
 @dataclass(frozen=True)
 class LayerTimescales:
-    """The base `timescales` of a `layer`: position (a string, as in JSON) → tokens of each channel, `[H · K]`."""
+    """The base time-scales of a layer.
+
+    Attributes:
+        layer: the index of the layer, from 0.
+        timescales: position (as a string, as in JSON) → the time-scale of each channel in tokens, `[H · K]`.
+    """
 
     layer: int
     timescales: dict[str, list[float]]

@@ -39,11 +39,15 @@ def check_chunk_size(size: Any) -> None:
 
 
 def check_decay(name: str, g: Tensor | None, key: tuple[Any, ...]) -> None:
-    """Raise a ValueError for positive log-decays: chunked forms would divide by decays that overflow. NaN is no error.
+    """Check that log-decays are not positive. The chunked forms would divide by decays that overflow.
 
-    On a CPU the check runs at every call. It costs 4 µs for one token, 0.1 % of an op's time for a long sequence with a
-    scalar decay, and 3 % with a vector decay. On an accelerator it would wait for the device. There it runs at the
-    first call with the same `key`, and at every call under `torch.autograd.detect_anomaly`. It does not run in traces.
+    The check runs at every call on a CPU. There it costs 4 µs for one token, 0.1 % of an op's time for a long sequence
+    with a scalar decay, and 3 % with a vector decay.
+    On an accelerator it would wait for the device. There it runs at the first call with the same `key`, and at every
+    call under `torch.autograd.detect_anomaly`. It does not run while a compiler or a transform of torch.func traces.
+
+    Raises:
+        ValueError: a log-decay is positive. NaN is not an error here.
     """
     if g is None or g.numel() == 0 or is_traced(g):
         return
@@ -63,7 +67,10 @@ def may_branch(device: torch.device) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation runs; kernels would give derivatives of 0 without an error."""
+    """Whether this call runs under a transform of torch.func or under forward-mode differentiation.
+
+    The chunked forms and the kernels have no rules for these. Kernels would return derivatives of 0 without an error.
+    """
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None

@@ -42,18 +42,22 @@ def causal_conv1d(
 
     Args:
         x: inputs `[B, T, D]`.
-        weight, bias: taps `[D, W]`, the last one on the current token, and `[D]` or None.
+        weight: taps `[D, W]`, the last one on the current token.
+        bias: `[D]` or None.
         activation: "silu" or None.
-        initial_state: the W − 1 inputs before the first token, oldest first, `[B or N, D, W − 1]`; None means zeros.
+        initial_state: the W − 1 inputs before the first token, oldest first, `[B, D, W − 1]`
+            (`[N, D, W − 1]` when packed); None means zeros.
         output_final_state: whether to return the last W − 1 inputs.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
         backend: "auto", or one of `available_backends("causal_conv1d")`.
         dtype: dtype of the results; None is that of x.
         unit: `(channels, size)`; each `size` of the first `channels` outputs are divided by `√(‖y‖² + 1e-6)`.
-        splits: numbers of channels, which add up to D, of the parts in which y is returned. None is y as one tensor.
+        splits: numbers of channels, which add up to D, of the parts in which y is returned. None is y as one tensor. A
+            kernel may give each part its own memory.
 
     Returns:
-        `y [B, T, D]`, or with `splits` its parts `[B, T, Dᵢ]`; and the final state `[N, D, W − 1]`, or None.
+        `y [B, T, D]`, or with `splits` the tuple of its parts `[B, T, Dᵢ]`; and the final state `[N, D, W − 1]`, or
+        None.
 
     Raises:
         ValueError: a shape does not fit, the activation is unknown, or `splits` do not add up to D.

@@ -40,8 +40,19 @@ def delta_rule(
         v: values `[B, T, H, V]`.
         beta: writing strength `[B, T, H]` in [0, 1], or in [0, 2] for negative eigenvalues of the transition.
         g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`. −inf erases the state; None is no decay.
-        scale, initial_state, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`, which has
-            the same results and errors.
+        scale: factor of the output; None means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
+        chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
+        backend: "auto", or one of `available_backends("delta_rule")`.
+
+    Returns:
+        `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
+
+    Raises:
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     return dispatch(
         "delta_rule", {"q": q, "k": k, "v": v, "beta": beta, "g": g}, initial_state, cu_seqlens, backend,

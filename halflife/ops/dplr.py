@@ -48,8 +48,19 @@ def dplr(
             the products of the corrections of its tokens. If these overflow, its outputs are NaN even from a state of
             zeros and values of zeros, which only "reference" leaves at 0.
         g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`. −inf erases all but the correction; None is no decay.
-        scale, initial_state, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`, which has
-            the same results and errors.
+        scale: factor of the output; None means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
+        chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
+        backend: "auto", or one of `available_backends("dplr")`.
+
+    Returns:
+        `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
+
+    Raises:
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     return dispatch(
         "dplr", {"q": q, "k": k, "v": v, "a": a, "b": b, "g": g}, initial_state, cu_seqlens, backend,
@@ -118,7 +129,10 @@ def _later(x: Tensor) -> Tensor:
 
 
 class DPLRBlock(blocks.ChunkBlock):
-    """A block of chunks with their systems solved. `self.a` has the a of a token in the row of the one before."""
+    """A block of chunks. It solves the triangular system of each chunk when it is made.
+
+    `self.a` holds the vector a of each token in the row of the token before it.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)

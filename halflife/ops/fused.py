@@ -47,7 +47,10 @@ def _pass(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
-    """RMSNorm of `x [..., D]` with a `weight [D]`; under autocast the kernel rounds as products of its output would."""
+    """RMSNorm over the last axis of `x [..., D]` with a `weight [D]`.
+
+    Under autocast on a GPU the kernel rounds as the products that take its output would, to autocast's dtype.
+    """
     return run_pass("rms_norm", backend, (x, weight), eps)
 
 
@@ -92,11 +95,15 @@ def rms_norm_of_gated(
     y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, skip: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """`RMSNorm(y ⊙ silu(z)) ⊙ weight` over `groups` of channels, each with its own mean square, all `[B, T, D]`.
+    """`RMSNorm(y ⊙ silu(z)) ⊙ weight` over equal groups of channels, all `[B, T, D]`.
 
     Args:
         y, z: values and gate `[B, T, D]`.
+        weight: `[D]`.
+        groups: number of groups; each has its own mean square.
+        eps: added to the mean square.
         skip: `(D [H], x [B, T, D])`; the values are then `y + D ⊙ x`, with one D per head.
+        backend: see the top of the module.
     """
     scale, x = (None, None) if skip is None else skip
     return run_pass("rms_norm_of_gated", backend, (y, z, x, weight, scale), groups, eps)
@@ -209,7 +216,10 @@ _pass("swiglu", lambda a, b: F.silu(a) * b, lambda a, b, op=native.op: op("swigl
 
 
 def swiglu_linear(a: Tensor, b: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
-    """`(silu(a) ⊙ b) Wᵀ` for `a, b [..., D]` and a `weight [N, D]`; the Triton kernel does not keep the product."""
+    """`(silu(a) ⊙ b) Wᵀ` for `a, b [..., D]` and a `weight [N, D]`.
+
+    By the Triton kernel a and b are kept for the backward pass, and not their product.
+    """
     if not made_again("swiglu", backend, (a, b), narrow := narrowed(weight, a)):
         return F.linear(swiglu(a, b, backend), weight)
     return LinearOfPass.apply("swiglu", (), narrow, a, b)  # pyright: ignore[reportReturnType]
@@ -237,9 +247,12 @@ _pass("scale_heads", lambda x, s: x * s.unsqueeze(-1).to(x.dtype), _fused_scale_
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backend: str = "auto") -> Tensor:
-    """Rotate the pairs (i, i + P) of each head of `x [B, T, H, K]`; channels beyond 2 P do not change.
+    """Rotate the pairs (i, i + P) of each head; channels beyond 2 P do not change.
 
-    `cos` and `sin` are those of the angles, `[T, P]` or `[B, T, P]`, float32 or wider.
+    Args:
+        x: `[B, T, H, K]`.
+        cos, sin: those of the angles, `[T, P]` or `[B, T, P]`, float32 or wider.
+        backend: see the top of the module.
     """
     return run_pass("rotate", backend, (x, cos, sin), always=True)
 
@@ -266,7 +279,13 @@ def mimo_output(
 ) -> Tensor:  # fmt: skip
     """The output of Mamba-3 MIMO, `Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z) [B, T, H, V]`, with the u_r of `add_ranks`.
 
-    `z` is `[B, T, H, V]`, and w^z and w^o are `gates, outputs [R, H, V]`. Source: Lahoti et al. 2026, "Mamba-3".
+    Source: Lahoti et al. 2026, "Mamba-3".
+
+    Args:
+        y, later, now, before, x, values: as in `add_ranks`.
+        z: `[B, T, H, V]`.
+        gates, outputs: w^z and w^o `[R, H, V]`.
+        backend: see the top of the module.
     """
     return run_pass("mimo_output", backend, (y, before, x, z, later, now, values, gates, outputs))
 
@@ -292,10 +311,13 @@ implements_pass("mimo_output", _mimo_output, native=(_native_mimo_output, native
 
 
 def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:
-    """`u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x)`, `[B, T, R, H, V]` as y, in the dtype of x.
+    """`u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x)`, `[B, T, R, H, V]`, in the dtype of x.
 
-    `later` and `now` are A and B `[B, T, H, R, R]`, `before` is x', the value of the token before, `[B, T, H, V]` as x,
-    and `values` are w^x `[R, H, V]`.
+    Args:
+        y: `[B, T, R, H, V]`.
+        later, now: A and B `[B, T, H, R, R]`.
+        before, x: x', the value of the token before, and x `[B, T, H, V]`.
+        values: w^x `[R, H, V]`.
     """
     for weights, one in ((later, before), (now, x)):  # x stands outside the sum
         y = y + torch.einsum("bthrs,shv->btrhv", weights.to(x.dtype), values.to(x.dtype)) * one.unsqueeze(2)

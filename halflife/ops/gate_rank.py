@@ -52,21 +52,29 @@ def gate_rank(
     """GateRank: `fast ← e^{g_fast} fast`, at resets `slow ← e^{g_slow} (slow + fast)` and `fast ← 0`, then the update.
 
     Args:
-        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G). Keys have norm
-            1 under the delta rule.
+        q, k: queries and keys `[B, T, G, K]`. H is a multiple of G, and head h reads group h // (H / G). Keys have
+            norm 1 under the delta rule.
         v: values `[B, T, H, V]`.
-        g_slow: log-decay of the slow state ≤ 0, `[B, T, H]`. A token is a reset unless it is 0; the gradient is then 0.
+        g_slow: log-decay of the slow state ≤ 0, `[B, T, H]`. A token is a reset unless this is exactly 0. The gradient
+            is 0 where there is no reset.
         g_fast: log-decay of the fast state ≤ 0, `[B, T, H]`; −inf erases it.
         beta: writing strength `[B, T, H]` of the delta rule; None is the linear update.
         gain, skip: factors of the values `[B, T, H]`, and D `[H]`; see `ops.linear_attention`.
+        scale: factor of the output; None means `K ** -0.5`.
         initial_state: `(fast, slow)`, each `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
-        scale, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`; "mask" takes T² memory.
+        output_final_state: whether to return the states after the last token.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
+        chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
+        backend: "auto", or one of `available_backends("gate_rank")`; "mask" takes memory quadratic in T.
         reset_law: "mask", or "printed" for the paper's Eqs. 10 to 12, `slow ← e^{g_slow} slow + k vᵀ` and
             `fast ← k vᵀ` at a reset. It has the linear update only, and the backends of `linear_attention`.
 
     Returns:
         `o [B, T, H, V]` in v's dtype, and the final `(fast, slow)` (float32, or float64 for float64 inputs), or None.
-        The errors are those of `linear_attention`.
+
+    Raises:
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     if reset_law != "mask":
         check_reset_law(reset_law, delta=beta is not None)
@@ -138,8 +146,12 @@ def masks(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, ...]:
     """The paper's masks Γ and Λ `[B, H, T, T]` in closed form, with `o = (Q Kᵀ ⊙ Γ ⊙ Λ) V` (Eq. 13, Figure 2a).
 
     `Γ_ij = e^{A_i − A_j}` and `Λ_ij = e^{B_{min(n(j), i)} − B_j}` for i ≥ j, else 0. A and B are the cumulative
-    log-decays `[B, T, H]`, slow and fast, and n(j) is the first reset after j. Autograd computes the gradient of a
-    log-decay as a difference of sums here, whose error is not small where everything that it weighs has decayed away.
+    log-decays, slow and fast, and n(j) is the first reset after j. Autograd computes the gradient of a log-decay as a
+    difference of sums here. Its error is small relative to the largest gradient, but not where everything that the
+    log-decay weighs has decayed away; the chunked form is exact there too.
+
+    Args:
+        g_slow, g_fast: log-decays `[B, T, H]`.
     """
     a, b, resets = _cumulative(g_slow, g_fast)
     until = resets[..., 1:]

@@ -52,10 +52,11 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Inside this block, the linear maps of `model` have weights in autocast's dtype on the device of `x`.
 
     One launch casts all of them, and in the backward pass one casts their gradients, where autocast has two for each.
-    Maps of one input are one product; the first pass finds out which they are. Weights that are quantised, sharded or
-    replaced otherwise stay as they are. Other modules take part if their class says that products alone read their
-    parameters (`only_products`). Without autocast, maps of one input are one product in training on many tokens of 16
-    bits.
+    Maps of one input are one product; the first pass finds out which they are. As in `fast_linears`, weights that are
+    quantised, sharded or replaced otherwise stay as they are. Other modules take part if their class says that
+    products alone read their parameters (`only_products`).
+
+    Without autocast, maps of one input are one product too in training if x has 16 bits and enough tokens.
     """
     dtype = autocast_dtype(x.device)
     narrow = x.dtype.itemsize == 2 and torch.is_grad_enabled() and x.numel() >= PAYING_TOKENS * x.shape[-1] ** 2
@@ -198,7 +199,10 @@ PASSES: dict[str, Callable[..., tuple[Sequence[Tensor | None], Tensor]]] = {}
 
 
 class LinearOfPass(torch.autograd.Function):
-    """`pass(*tensors) Wᵀ` by Triton kernels. The result of the pass is not kept, but made again for gradients."""
+    """`pass(*tensors) Wᵀ` by the Triton kernels of a pass, whose result is not kept.
+
+    The gradient of W needs it, and the kernel of the gradients of `tensors` makes it again beside them.
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:  # torch 2.13's compiler takes two tensors after names for no `ctx`
@@ -231,7 +235,10 @@ def made_again(op: str, backend: str, tensors: Sequence[Any], *matrices: Tensor)
 
 
 def weight_of(module: nn.Module, biased: bool = False) -> Tensor | None:
-    """The weight W of a map that is `x Wᵀ`, or if `biased` also `x Wᵀ + b`, and nothing else; or else None."""
+    """The weight W of a map that is `x Wᵀ`, or if `biased` also `x Wᵀ + b`, and nothing else.
+
+    It is None for a map that must be called, because it has a bias, a hook, an adapter or a quantised weight.
+    """
     # accelerate replaces the method of the object; so do `fast_linears` and `cast_weights`, which change nothing.
     forward = vars(module).get("forward")
     fast = getattr(forward, "__func__", None) is _forward

@@ -52,12 +52,15 @@ class Unconvolved(NamedTuple):
     memory in the place of queries.
 
     Attributes:
-        x: channels `[B, 1, D]` of queries, keys and values, of which `places` are the first ones.
+        x: channels `[B, 1, D]` of queries, keys and values.
         weight, bias, state: of the convolution, as in `causal_conv1d`; None is no convolution.
+        places: the first channels of queries, keys and values.
         groups: groups of heads that share queries and keys.
-        silu, unit: whether queries and keys get SiLU (after a convolution values too), and norm 1.
+        silu: whether queries and keys get SiLU; after a convolution values too.
+        unit: whether queries and keys get norm 1.
         most: the writing strength β of the delta rule is most · σ(beta).
-        gain, skip: factor of the values `[B, T, H]`, and D `[H]`, as in `linear_attention`.
+        gain: factor of the values `[B, 1, H]`, or None.
+        skip: D `[H]`, with which the convolved values are added to the outputs, or None.
         gains: whether the step size of an `Unevaluated` decay is a factor of the values.
         angles: cos and sin of RoPE, `[1, K / 2]` or `[B, 1, K / 2]`, or None.
     """
@@ -80,7 +83,10 @@ class Unconvolved(NamedTuple):
         self, g: Tensor | Unevaluated | None, g_slow: Tensor | SlowInput | None, beta: Tensor | None,
         states: tuple[Tensor, Tensor | None], scale: float, dtype: torch.dtype,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """The outputs `[B, 1, H, V]` in `dtype`, and the next states by name; `beta` are logits of strengths."""
+        """The outputs `[B, 1, H, V]` in `dtype`, and the next states of convolutions and of the memory by name.
+
+        `beta` are the logits of writing strengths. The states are fast and slow.
+        """
         taps = [x.contiguous() for x in (self.weight, self.bias) if x is not None]
         conv, (state, slow) = None if self.state is None else self.state.contiguous(), alike(*states)
         gate: list[Tensor] = []
@@ -105,8 +111,10 @@ class Unconvolved(NamedTuple):
 class SlowInput(NamedTuple):
     """The input of GateRank's gate of the slow state, which the kernel that takes a token computes.
 
-    f are activations `[B, 1, G]` of one gate or a gate for each head. The others are those of `SlowGate`, in float32,
-    and the state of its convolution.
+    Attributes:
+        f: activations `[B, 1, G]` of one gate or a gate for each head.
+        taps, bias, rate: of `SlowGate`, in float32.
+        state: that of its convolution.
     """
 
     f: Tensor
@@ -126,9 +134,11 @@ def maps_of_norm(
 
     Args:
         x, branch, gate: channels `[B, 1, D]`. With a branch it is the norm of `x + branch`.
-        norm, eps: weight `[D]`, or that of each of the `groups`, and eps of the norm; None is no norm.
+        norm, eps: weight `[D]`, or that of each group, and eps of the norm; None is no norm.
         weights: W `[Fᵢ, D]` of one dtype, at most `MOST_MAPS`.
-        kind: the gate: "none"; "silu" or "sigmoid" of it "_before" or "_after" the norm; or "relu_square", relu(x)².
+        kind: what the gate is: "none", or "silu" or "sigmoid" of it "_before" or "_after" the norm; or "relu_square",
+            relu(x)² without a gate.
+        groups: groups of channels, each with its own mean square.
     """
     return triton.custom_op("map")(x, branch, gate, norm, list(weights), kind, groups, eps, keeps)
 
@@ -172,9 +182,14 @@ def attention_of_token(
 ) -> list[Tensor]:
     """Softmax attention of one token of each sequence to a cache: the outputs, and the next keys and values.
 
-    `takes_attention` must accept `q [N, 1, H, K]`, `k, v [N, 1, G, K]`, of which each head serves H / G heads of
-    queries, and the cache `keys, values [N, S, G, K]`, of which each sequence has filled its first `seen [N]` slots.
-    `angles` are cos and sin `[1, K / 2]` or `[N, 1, K / 2]` of rotations, or None.
+    `takes_attention` must accept these tensors.
+
+    Args:
+        q: `[N, 1, H, K]`.
+        k, v: `[N, 1, G, K]`; each head of them serves H / G heads of queries.
+        angles: cos and sin `[1, K / 2]` or `[N, 1, K / 2]` by which queries and keys are rotated, or None.
+        keys, values: the cache `[N, S, G, K]`, of which each sequence has filled its first slots.
+        seen: the number of these `[N]`.
     """
     cos, sin = per_sequence(angles)
     return triton.custom_op("attend")(q, k, v, cos, sin, keys, values, seen, q.shape[-1] ** -0.5)

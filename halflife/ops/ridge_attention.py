@@ -58,9 +58,12 @@ def ridge_attention(
         ridge: λ > 0, one per head and key channel, `[H, K]`.
         iterations: steps of conjugate gradients after the start, at most. In exact arithmetic K of them solve a system.
             The error falls by `(√κ − 1)/(√κ + 1)` a step, where κ is at most `1 + tr G / min λ`.
-        tolerance: a token's iteration ends when its residual is this small relative to its query, whatever others do.
+        tolerance: a token's iteration ends when its residual is this small relative to its query, so a token has the
+            same result alone as among others.
         initial_state: `(G [N, H, K, K], C [N, H, K, V])`, with G symmetric and C as `Σ k vᵀ`; None means zeros.
-        output_final_state, cu_seqlens, chunk_size: as in `linear_attention`.
+        output_final_state: whether to return the sums after the last token.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
+        chunk_size: passed to `linear_attention`.
         backend: "auto"; "chunked", "native" or "triton" for conjugate gradients on `linear_attention` by that backend;
             "fla", which takes all `iterations`; or "reference", a loop over tokens with exact solves.
 

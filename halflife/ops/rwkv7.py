@@ -26,13 +26,16 @@ MIXTURES = 6  # of a Triton kernel, all in one program
 def token_mix(
     x: Tensor, before: Tensor | None, mu: Sequence[Tensor], last: bool = False, backend: str = "auto"
 ) -> tuple[Tensor, ...]:
-    """RWKV's mixtures `x + μ_i ⊙ (x' − x)` of each token with x', the one before, `[B, T, D]` for each `μ_i [D]`.
+    """RWKV's mixtures `x + μ_i ⊙ (x' − x)` of each token with x', the one before, `[B, T, D]` for each μ_i.
 
     Under autocast on a GPU the kernel rounds them to autocast's dtype, as the products that take them would.
 
     Args:
+        x: `[B, T, D]`.
         before: x' `[B, T, D]`, or `[B, D]` for what precedes the first token of each row; None means zeros there.
+        mu: any number of μ_i `[D]`.
         last: whether to return a copy of the last token of each row too, `[B, D]`. Then T ≥ 1.
+        backend: see the top of the module.
     """
     return run_gpu_pass("token_mix", _token_mix, backend, (x, before, *mu), last)
 
@@ -73,7 +76,12 @@ def token_mix_of_norm(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The mixtures of `token_mix` of LayerNorms n of `x + branch [B, T, D]`, the last n of each row, and that sum.
 
-    T ≥ 1, and None is no branch. `before` are the n before the first token of each row `[B, D]`; None is zeros.
+    Args:
+        x, branch: `[B, T, D]`, T ≥ 1; None is no branch.
+        weight, bias, eps: of the norm, `[D]`.
+        before: the n before the first token of each row `[B, D]`; None is zeros.
+        mu: as in `token_mix`.
+        backend: see the top of the module.
     """
     return run_gpu_pass("token_mix_of_norm", _mix_of_norm, backend, (x, branch, weight, bias, before, *mu), eps)
 
@@ -107,16 +115,20 @@ def rwkv7_keys(
     key: Tensor, rate: Tensor, r: Tensor | None, bias: Tensor, unit: Tensor, change: Tensor, bonus: Tensor | None,
     dtype: torch.dtype | None = None, backend: str = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """k, −κ̂ and κ̂ ⊙ a `[B, T, H, K]`, with which RWKV-7's state is written, and s `[B, T, H]` if there is r.
+    """What RWKV-7's state is written with, from a key and the activation of its learning rate.
 
         a = σ(bias + rate),  κ̂ = normalize(key ⊙ unit),  k = key ⊙ (1 + (a − 1) ⊙ change),  s = Σ_K r ⊙ k ⊙ bonus
 
-    Source: Peng et al. 2025, "RWKV-7".
-
     Args:
-        key, rate, r: a key and the activation of its learning rate `[B, T, H, K]`; r may be None.
+        key, rate, r: `[B, T, H, K]`; r may be None.
         bias, unit, change, bonus: parameters `[H, K]`; bonus is None if r is.
         dtype: that of k, −κ̂ and κ̂ ⊙ a; None for what the expression gives.
+        backend: see `halflife.ops.fused`.
+
+    Returns:
+        k, −κ̂ and κ̂ ⊙ a `[B, T, H, K]`, and s `[B, T, H]` if there is r.
+
+    Source: Peng et al. 2025, "RWKV-7".
     """
     return run_gpu_pass("rwkv7_keys", _keys, backend, (key, rate, r, bias, unit, change, bonus), dtype)
 
@@ -162,10 +174,13 @@ def rwkv7_output(
     """RWKV-7's output before its last product, `(LayerNorm(o) ⊙ weight + bias + s v) ⊙ gate [B, T, H·V]`.
 
     Args:
-        o, v, gate: `[B, T, H, V]` and `[B, T, H·V]`. The norm is over each head.
+        o, v: `[B, T, H, V]`. The norm is over each head.
         s: the weight of each token's own value, `[B, T, H]`.
+        gate: `[B, T, H·V]`.
         weight, bias: `[H·V]`.
+        eps: added to the variance.
         dtype: that of the result; None for what the expression gives.
+        backend: see `halflife.ops.fused`.
     """
     return run_gpu_pass("rwkv7_output", _output, backend, (o, s, v, gate, weight, bias), eps, dtype)
 
@@ -193,7 +208,10 @@ implements_pass("rwkv7_output", _output, triton=(_triton_output, why_not_triton)
 def rwkv7_values(v: Tensor, first: Tensor, rate: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
     """RWKV-7's values in layers after the first, `v + (first − v) ⊙ σ(bias + rate)`, in the dtype of v.
 
-    `v, first, rate [B, T, H, V]` are values, those of the first layer, and their weight's activation; `bias [H, V]`.
+    Args:
+        v, first, rate: values, those of the first layer, and the activation of their weight, `[B, T, H, V]`.
+        bias: `[H, V]`.
+        backend: see `halflife.ops.fused`.
     """
     return run_gpu_pass("rwkv7_values", _values, backend, (v, first, rate, bias))
 
@@ -221,7 +239,10 @@ def rwkv7_token(
     rows: list[Tensor], first: Tensor | None, low: list[Tensor], ups: Sequence[Tensor], vectors: Sequence[Tensor],
     state: Tensor, eps: float, dtype: torch.dtype, g: Unevaluated,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token of each sequence up to the input of the last map `[B, 1, H·V]`, and the next state, by one kernel."""
+    """One token of each sequence from its projections to the input of the last map `[B, 1, H·V]`, and the next state.
+
+    The arguments are those of the kernel (`backends/triton/dplr/rwkv7_token.py`), and g are the log-decays.
+    """
     *_, law = g.given()
     state, vectors = state.contiguous(), [x.contiguous() for x in vectors]
     found = triton.custom_op("rwkv7_token")(

@@ -53,9 +53,10 @@ class Check:
     """One comparison of a backend with the token loop.
 
     Attributes:
+        op, backend, dtype: the op, its backend and the dtype of the inputs.
         variant: granularity of the decay ("grouped": scalar, with shared queries and keys; "gain": with factors of
             values), kind of update, or how often an operator is fitted and whether it decays.
-        error: the worst relative error over outputs, states and gradients; infinite if the backend raised one.
+        error: the worst relative error over outputs, states and gradients; infinite if the backend raised an error.
         failure: the text of that error, or "".
     """
 
@@ -104,12 +105,15 @@ def selfcheck(
 ) -> Report:  # fmt: skip
     """Compare outputs, final states and gradients of all backends of all ops with the float64 token loop.
 
-    Inputs that a backend refuses, as because of their dtype, are left out. If it takes them and raises, it is WRONG.
+    Inputs that a backend refuses (because of their dtype, for example) are left out. If it takes the inputs and raises
+    an error, the check is WRONG.
 
     Args:
+        device: device to run on; "cuda" checks the kernels that would run there.
         length: number of tokens. The default is no multiple of the chunk, so that the last chunk is partly empty.
-        ops, backends: those to check; None means all ops, and the backends of `available_backends`. These leave out
-            Triton's slow interpreter, which ("triton",) with TRITON_INTERPRET=1 checks.
+        ops: names of the ops to check; None means all.
+        backends: backends to check; None means those of `available_backends`. These do not include Triton's slow
+            interpreter; ("triton",) with TRITON_INTERPRET=1 checks it.
     """
     checks = []
     for op, variant, arguments, options in _cases(length):

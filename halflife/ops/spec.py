@@ -61,7 +61,10 @@ class Shape:
         return tuple([known[letter] + offset for letter, offset in self.choices[0]])
 
     def check(self, name: str, x: Any, known: dict[str, int], device: torch.device | None) -> torch.device:
-        """Check the argument `name` beside the tensors before it, add its letters to `known`, and return its device."""
+        """Check the argument `name`, add the numbers of its letters to `known`, and return its device.
+
+        `known` and `device` are those of the tensors before it. The message of an error says what would fit.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {'None' if x is None else type(x).__name__}")
         if self.dtype == "float" and x.dtype not in FLOATS:
@@ -122,7 +125,10 @@ class Spec:
     steps: dict[str, Implementation] = field(default_factory=dict)  # others that run one token of each sequence
 
     def check(self, tensors: Mapping[str, Any]) -> tuple[dict[str, int], torch.device]:
-        """The number of each letter, and the device; a TypeError or ValueError for what does not fit."""
+        """Check all tensors; return the number that each letter stands for, and the device.
+
+        It raises a TypeError for what is no tensor, and a ValueError for a dtype, device or shape that does not fit.
+        """
         known, device = {"1": 1}, None
         for name, shape in self.tensors.items():
             x: Any = tensors.get(name)

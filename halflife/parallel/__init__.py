@@ -5,7 +5,8 @@
 
 A block of rank r waits for the state that the same block of rank r − 1 ends with, and its own goes to rank r + 1 while
 the next block runs. Gradients of states go back the same way. Nothing but states is sent, so the bytes do not depend on
-the length, and no layer needs to know. Ranks work one block apart: N ranks over L blocks take L + N − 1 of them.
+the length, and no layer needs to know: what reads a sequence in pieces reads it on several processes. Ranks work one
+block apart. A pass of N ranks over L blocks takes as long as L + N − 1 blocks of one piece.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ def context_parallel(model: nn.Module, group: Any = None) -> ContextParallel:
     the loss of its own piece. Gradients add up over the ranks (`ContextParallel.add_gradients`).
 
     Args:
-        model: a `LanguageModel`, a model of `halflife.hf`, or a module with one inside. A ValueError names its layers
-            that read a sequence in pieces otherwise than as a whole.
+        model: a `LanguageModel`, a model of `halflife.hf`, or a module with one inside.
         group: a `torch.distributed.ProcessGroup`, a `DeviceMesh` of one dimension, or None for all processes.
+
+    Raises:
+        ValueError: the model has layers that read a sequence in pieces otherwise than as a whole; there is no process
+            group; or the module holds no model of ours.
     """
     if names := read_as_a_whole(model):
         raise ValueError(f"these layers read a sequence in pieces otherwise than as a whole: {', '.join(names)}")
@@ -70,7 +74,10 @@ def read_as_a_whole(model: nn.Module) -> list[str]:
 class ContextParallel:
     """The processes of a group as one line along the sequence, in the order of their ranks; see `context_parallel`.
 
-    This one has the `rank` of `size`, its `piece`, and has `sent` so many bytes, gradients included.
+    Attributes:
+        rank, size: the place of this process, and their number.
+        piece: the piece of this process.
+        sent: bytes that this process has sent, gradients included.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -83,7 +90,10 @@ class ContextParallel:
         self.piece, self.sent = Piece(self.rank, self.size), 0
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients of all parameters over the ranks. A parameter that no rank has used stays without."""
+        """Add up the gradients of all parameters over the ranks. A parameter that no rank has used stays without.
+
+        Parameters may be shards of FSDP2 over other ranks: those with the same piece of other rows.
+        """
         parameters = [x for x in model.parameters() if x.requires_grad]
         used = torch.tensor([float(x.grad is not None) for x in parameters], device=_local(parameters[0]).device)
         self.group.allreduce([used]).wait()

@@ -36,7 +36,10 @@ class Piece(NamedTuple):
 
 
 class Pieces(Dataset[dict[str, Tensor]]):
-    """Micro-batches in pieces: item i is the piece i mod N of micro-batch i // N, for N processes in turn."""
+    """Micro-batches in pieces: item i is the piece i mod N of micro-batch i // N.
+
+    Processes that take turns through the items so have the pieces of one micro-batch side by side.
+    """
 
     def __init__(self, data: Dataset[dict[str, Tensor]], size: int) -> None:
         self.data, self.size = data, size

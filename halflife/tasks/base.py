@@ -85,7 +85,11 @@ class Task:
 
 
 def build(name: str, **config: Any) -> Task:
-    """The task `name` with these settings; a ValueError if a name is unknown, or the sizes do not fit."""
+    """Return the task `name` with these settings.
+
+    Raises:
+        ValueError: the task or a setting is unknown (the message lists the choices), or the sizes do not fit.
+    """
     task = TASKS[name]
     fields = [field.name for field in dataclasses.fields(task)]
     for key in config:
@@ -95,7 +99,11 @@ def build(name: str, **config: Any) -> Task:
 
 
 def with_tier(written: str) -> dict[str, Any]:
-    """The name and the settings of `name` or `name:tier`, as arguments of `build`; a ValueError if there is no such."""
+    """Return the arguments of `build` that `name` or `name:tier` gives: the name, and the settings of the tier.
+
+    Raises:
+        ValueError: the task or the tier is unknown, or the task has no tiers.
+    """
     name, _, tier = written.partition(":")
     tiers = TASKS[name].tiers
     if tier and tier not in tiers:
@@ -104,7 +112,10 @@ def with_tier(written: str) -> dict[str, Any]:
 
 
 def stream_seed(split: str, seed: int, index: int = 0) -> int:
-    """The seed of batch `index` of a run: 62 bits, of which the two highest code the split, one of `SPLITS`."""
+    """Return the seed of batch `index` of a run with `seed`: 62 bits, of which the two highest code the split.
+
+    The splits are "train", "validation" and "test". So the seeds of different splits come from disjoint ranges.
+    """
     check_choice("split", split, SPLITS)
     digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
     return (SPLITS.index(split) << 60) | (int.from_bytes(digest[:8], "big") >> 4)
@@ -124,8 +135,8 @@ def constant_slices(num_examples: int, **sizes: int) -> dict[str, Tensor]:
 def distinct(rows: int, count: int, low: int, high: int, draw: torch.Generator) -> Tensor:
     """Draw `count` distinct ids of [low, high) for each row, `[rows, count]`; every ordered tuple is equally likely.
 
-    The later of two equal ids is drawn again until none are equal, which treats all ids alike. It sorts only the drawn
-    ids; a permutation would sort the whole range.
+    Ids are drawn with replacement, and the later of two equal ids is drawn again until none are equal. This treats all
+    ids alike, so every tuple is equally likely. It sorts only the drawn ids; a permutation would sort the whole range.
     """
     if count * 4 > high - low:  # with so many collisions a permutation is cheaper
         return torch.rand(rows, high - low, generator=draw).argsort(1)[:, :count] + low

@@ -40,7 +40,7 @@ class GroupWords(Task):
         words: "all", or "swaps" for words of transpositions of s3 or s5. Transpositions generate the whole group, so
             the products are as hard to track. But a transposition is a reflection, which is one step of a delta rule
             with β = 2, while an element of S5 takes up to four steps (Grazzi et al. 2025, who test both). "mixed" is
-            ours: one letter of eight is any element, the others are transpositions.
+            ours: one letter of eight is any element and the others are transpositions, a step between the two.
 
     Chance is 1/|G| at every position. For swaps it is 2/|G|, because their number determines whether the product is
     even. `shortcut_accuracy` is the accuracy of an answer that knows the last token and the likeliest product before
@@ -86,7 +86,10 @@ class GroupWords(Task):
 
 
 def running_product(words: Tensor, table: Tensor) -> Tensor:
-    """The products of the first, first two, … elements of each row of `words [N, T]`, by log₂ T gathers."""
+    """Return the products of the first, the first two, … elements of each row, `[N, T]`, by a scan of log₂ T gathers.
+
+    The elements are `words [N, T]`, and the multiplication `table [|G|, |G|]` has ab at row a and column b.
+    """
     # After a step with shift s, position t has the product of the last 2s elements up to t.
     products, shift = words.clone(), 1
     while shift < words.shape[1]:
@@ -111,7 +114,9 @@ def multiplication_table(group: str) -> Tensor:
 
 
 def word_letters(group: str, words: str) -> Tensor:
-    """The letters of words, which are uniform draws of these; those of mixed words repeat transpositions."""
+    """Return the letters of words, which are uniform draws of these: all elements, those of s3 or s5 that swap two
+    things, or for mixed words both, with repeated transpositions.
+    """
     everything = torch.arange(len(multiplication_table(group)))
     if words == "all":
         return everything

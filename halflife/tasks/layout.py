@@ -43,10 +43,16 @@ class RecallTask(Task):
         return 1 / self.num_pairs
 
     def with_query(self, inputs: Tensor, names: Tensor, at: Tensor, **slices: Tensor) -> TaskBatch:
-        """Write the query `Q names…` at the end of complete contexts `inputs [N, T]`, in place, and return the batch.
+        """Write the query `Q names…` at the end of complete contexts, and return the batch.
 
-        `names` are the tokens after Q, `[N, any number]`, and `at` is the position of the answer in the context,
-        `[N, 1]`. Facts are the keys and values of the context, decoys included, and the marks of a call.
+        Facts are the keys and values of the context, and the marks of a call. Decoys count, because no token shows
+        that it is one.
+
+        Args:
+            inputs: contexts `[N, T]`, changed in place.
+            names: tokens after Q, `[N, any number]`.
+            at: position of the answer in the context, `[N, 1]`.
+            **slices: further slices.
         """
         start = self.length - 1 - names.shape[1]
         marks = (inputs == CALL) | (inputs == RESULT)

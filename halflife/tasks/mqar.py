@@ -22,15 +22,15 @@ class MQAR(Task):
 
     The sequence begins with the K pairs. Of the T − 2K positions that follow, every second one is a slot, i = 1, 2, …,
     beginning with the first. Each key is placed in one slot, drawn without replacement with p ∝ i^(a−1). The label at
-    that position is the key's value, which does not occur again in the inputs. All other positions are fillers. At K =
-    T/4 every slot has a key, so p affects only the order of the queries.
+    that position is the key's value, which does not occur again in the inputs. All other positions are fillers. At
+    K = T/4 every slot has a key, so p affects only the order of the queries.
 
     With `updates` u each key stands in u + 1 pairs, all with different values. The (u + 1) K pairs have a random order,
     and the label is the value of the key's last pair.
 
-    With values of L tokens the pairs are `k v₁ … v_L`, and a query repeats `k v₁ … v_{L−1}`, whose labels are v₁ … v_L.
-    A slot then has L positions and `spacing` fillers. With `hold` each token of this layout stands h times in a row,
-    and the label is at the last of the h positions.
+    With values of L tokens the pairs are `k v₁ … v_L`, and a query repeats `k v₁ … v_{L−1}`, whose labels are
+    v₁ … v_L. A slot then has L positions and `spacing` fillers. With `hold` each token of this layout stands h times in
+    a row, and the label is at the last of the h positions.
 
     Args:
         vocab_size: V. Values are the upper half of the ids; `filler` determines the others.
@@ -49,10 +49,12 @@ class MQAR(Task):
             (`layout`), which are 16–47 for keys, 48–79 for values, and 80–127 for fillers.
 
     Slices: `num_pairs`, and `lag`, the number of tokens from a value to the position that asks for it (0 where nothing
-    is scored). With a length of 4K + gap lags lie between gap + 1 and gap + 4K − 3; with more slots most are short.
+    is scored). With a length of 4K + gap every slot has a key, and lags lie between gap + 1 and gap + 4K − 3. With more
+    slots most lags are short, because early slots are likelier.
 
     Chance is one over the number of values, 2/V, or 1/32 with "recall". Naming any last value scores 1/K, and naming
-    any value of the asked key 1/(u + 1). Source: Arora et al. 2023. The layout is in docs/tasks.md.
+    any value of the asked key 1/(u + 1).
+    Source: Arora et al. 2023. The layout is in docs/tasks.md.
     """
 
     vocab_size: int = 8192

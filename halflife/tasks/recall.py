@@ -163,7 +163,8 @@ class MultiHop(RecallTask):
     T ≥ 4KV + 2 and KV ≤ 16. The paper uses KV 3, 4, 8 and T 16–256.
 
     Chance is 1/32, and naming any bound value scores 1/KV. Slices: those of `RecallTask`, and `forward`, which is 1 if
-    `k m` precedes its `m v` and else 0. Source: Echo, Section 4.1, without the ids of m; docs/tasks.md.
+    `k m` precedes its `m v` and else 0. Source: Echo, Section 4.1, which leaves the ids of m open; layout in
+    docs/tasks.md.
     """
 
     name = "multihop"
@@ -190,7 +191,8 @@ class MultiHop(RecallTask):
 class CommonWord(RecallTask):
     """Most common word: one word 2f times, KV others f times, at uniform places in filler, `Q` → the first.
 
-    Words are ids of values. Settings: `RecallTask`'s and `repeats`, T ≥ f(KV + 2) + 1, KV ≤ 31 (the paper's KV: 3–8).
+    Words are ids of values. The settings are those of `RecallTask` and `repeats`, with T ≥ f(KV + 2) + 1 and KV ≤ 31.
+    The paper uses KV 3–8.
 
     Args:
         repeats: f, the number of times that each of the other words occurs.

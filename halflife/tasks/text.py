@@ -1,11 +1,12 @@
 """Building blocks of tasks in text: tables of statements, and `render`, which joins them and labels the answer.
 
-A token is the ASCII code of a character, V = 128, and zeros behind a text fill the row. A text ends with the query,
-`?…=`. The answer is predicted one character at a time: its first character is the label at `=`, and each further one
-the label at the character before it, so all but the last are part of the input.
+A token is the ASCII code of a character, V = 128. The text begins at the left, and zeros behind it fill the row. The
+text ends with the query, `?…=`. The answer is predicted one character at a time, as by any language model. Its first
+character is the label at `=`. Each further character is the label at the character before it, so all characters of the
+answer but the last are part of the input.
 
-Examples differ in length. They are built from rows of tables that hold every possible statement, with zeros in place of
-a shorter or an absent one. `render` removes these zeros.
+Examples differ in length. They are therefore built from rows of tables that hold every possible statement, with zeros
+in place of a shorter or an absent statement. `render` removes these zeros.
 """
 
 from __future__ import annotations

@@ -46,10 +46,12 @@ def check_weights(model: nn.Module, step: int) -> None:
 class Metrics(TrainerCallback):
     """Writes a line of `metrics.jsonl` per log, validates at intervals, and stops a run that diverged.
 
-    Of several processes the first one writes. A resumed run first removes later lines.
+    With several processes, only the first one writes. A resumed run first removes the lines after its checkpoint, so
+    that no step is logged twice.
 
     Args:
-        validate, measure: takes the model and returns the value of `validation_<measure>`, "accuracy" or "loss".
+        validate: takes the model and returns the value of `validation_<measure>`.
+        measure: "accuracy" or "loss".
         every: steps between validations.
         speed: computes tokens per second; None to leave them out.
 
@@ -193,8 +195,12 @@ class ProgressBar(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """On a signal to end (`SIGNALS`, or Ctrl-C), saves a checkpoint after the current step and ends the training.
 
-    A second Ctrl-C ends it at once. All processes of a run stop after the same step, even if only one of them received
-    the signal. A signal that is ignored, as SIGHUP under nohup, stays ignored. `received` is its number, or None.
+    Job managers send such a signal some seconds before they kill a process. A second Ctrl-C ends it at once. All
+    processes of a run stop after the same step, even if only one of them received it. A signal that is ignored, as
+    SIGHUP under nohup, stays ignored.
+
+    Attributes:
+        received: the number of the signal, or None.
     """
 
     def __init__(self) -> None:

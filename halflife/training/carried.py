@@ -18,7 +18,8 @@ PATTERN = "states-{}.pt"  # in a checkpoint, one file for each process
 class CarriedStates:
     """The state after the last row of each micro-batch. No gradient crosses the cut between two rows.
 
-    A micro-batch has a `part`: its number, the number of micro-batches in a step, and whether its rows begin anew.
+    A micro-batch has a `part`: its number i, the number m of micro-batches in a step, and whether its rows begin anew.
+    They are numbers, or a tensor, whose values are read.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,11 @@ class CheckpointStore:
 
     @contextmanager
     def write(self, step: int) -> Iterator[Path]:
-        """Give the folder into which processes write `checkpoint-<step>/`, then publish it, or raise an OSError."""
+        """Give the folder into which every process writes `checkpoint-<step>/`; publish the checkpoint at the end.
+
+        Raises:
+            OSError: the checkpoint cannot be written, for example because the disk is full.
+        """
         partial, first = self.folder / PARTIAL, rank() == 0
         if first:
             shutil.rmtree(partial, ignore_errors=True)

@@ -105,7 +105,12 @@ class TrainConfig(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """Memory, processes and display of a run, checked. These settings change the numbers by rounding only."""
+    """Memory, processes and display of a run. These settings change the numbers by rounding only.
+
+    Raises:
+        ImportError: a package of `track` is not installed.
+        ValueError: a name in `track` is unknown, or the environment asks for what cannot be.
+    """
 
     # rows that a process holds at once; the gradients of several micro-batches are added. None for all rows of the
     # process.

@@ -1,8 +1,9 @@
 """What a training run will need, from its configuration alone: parameters, memory and floating-point operations.
 
 Nothing is trained. The blocks of a model have equal shapes, so models of two and three layers are counted and the rest
-is extrapolated. They are built from fake tensors, which have shapes and no values. Koopman attention reads values, so
-one layer of it is built in memory. The ops are those of this machine's CPU; a GPU's save other tensors.
+is extrapolated. They are built from fake tensors, which have shapes and no values. Spectral Koopman attention reads
+values, so one layer of it is built in memory. The ops are those of this machine's CPU. Kernels of a GPU save other
+tensors for the backward pass.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class Estimate:
 def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | None = None) -> Estimate:
     """Estimate what a run needs.
 
-    `sequences` are length → how many the training reads. `rows` are those of a micro-batch; None for whole batches.
+    Args:
+        sequences: length in tokens → how many sequences of this length the training reads.
+        rows: sequences of a micro-batch; None for whole batches.
     """
     parameters = on_meta(config.model).num_parameters()
     costs = model_costs(dataclasses.replace(config.model, name=""), config.bf16)

@@ -36,7 +36,11 @@ READ_AT_ONCE = 1 << 14
 
 
 class Objective(nn.Module):
-    """The module that the Trainer trains: a model with the cross-entropy at scored positions; see `ExecutionConfig`."""
+    """The module that the Trainer trains: a model with the cross-entropy at the scored positions.
+
+    Args:
+        recompute: what the backward pass computes again, see `ExecutionConfig`.
+    """
 
     accepts_loss_kwargs = True  # the Trainer then passes num_items_in_batch
 
@@ -58,9 +62,11 @@ class Objective(nn.Module):
         """The mean loss in nats over the scored positions, as `{"loss": …}`.
 
         Args:
-            input_ids, labels: `[B, T]`; positions with the label −100 are not scored.
+            input_ids: `[B, T]`.
+            labels: `[B, T]`; positions with −100 are not scored.
             cu_seqlens: boundaries of packed sequences, `[N + 1]`, or their `Packing`.
-            num_items_in_batch: for a micro-batch, the scored positions of the batch, to whose loss the losses add up.
+            num_items_in_batch: for a micro-batch, the scored positions of the whole batch. The losses of its
+                micro-batches then add up to the loss of the batch.
             action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
             part: in training, the micro-batch of rows that continue others, see `CarriedStates`.
         """
@@ -103,7 +109,12 @@ class Objective(nn.Module):
 
 
 def check_run_folder(config: TrainConfig, folder: Path) -> bool:
-    """Whether the run in `folder` is finished; a ValueError for another configuration or an edited `run.json`."""
+    """Check that `folder` can hold a run of this configuration. Returns whether the run is finished already.
+
+    Raises:
+        ValueError: the folder belongs to a run with another configuration, or `run.json` was edited after the first
+            checkpoint; the message names what differs.
+    """
     path = folder / RUN_JSON
     if path.exists() and (differing := _differences(read_json_object(path), config, folder)):
         raise ValueError(
@@ -157,9 +168,13 @@ def fit(
     With `execution.fsdp` the parameters of `model` are shards afterwards (see `sharding.gather`).
 
     Args:
+        model: freshly initialised.
+        config: optimiser and schedule.
         data: item i is micro-batch i, which belongs to step `i // execution.num_micro_batches(config.batch_size)`.
-        validate, measure: takes the `Objective` and returns the validated quantity, "accuracy" or "loss".
+        validate: takes the `Objective` and returns the validated quantity.
+        measure: the name of that quantity, "accuracy" or "loss".
         name: label of the progress bar.
+        execution: memory, processes and display.
         speed: computes tokens per second; None to leave them out.
 
     Returns:
@@ -167,8 +182,8 @@ def fit(
 
     Raises:
         StoppedBySignal: the process received a signal to end and has saved a checkpoint.
-        UnreadableCheckpoint: the newest checkpoint cannot be loaded and does not count any more: call this again with a
-            fresh model, and the run continues from the one before.
+        UnreadableCheckpoint: the newest checkpoint cannot be loaded. It does not count any more: call this again with a
+            fresh model, and the run continues from the checkpoint before.
         ValueError: the checkpoint is sharded and this run is not, or the other way round.
     """
     from torch.distributed.device_mesh import init_device_mesh

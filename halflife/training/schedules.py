@@ -19,9 +19,11 @@ def schedule(name: str, steps: int, learning_rate: float, *, floor: float, decay
     """The name of a scheduler of transformers, and its settings.
 
     Args:
-        name: "cosine" (half a wave down to the floor), "wsd" (warm-up, stable, then linear decay to the floor),
+        name: "cosine" (half a cosine wave down to the floor), "wsd" (warm-up, stable, then linear decay to the floor),
             "linear" (linear decay from the end of the warm-up) or "constant".
-        learning_rate: the highest learning rate of the run, whose last share is the `floor`.
+        steps: the number of steps of the run.
+        learning_rate: the highest learning rate of the run.
+        floor: the last learning rate as a share of the highest.
         decay: the share of the steps in which "wsd" decays.
     """
     for what, share in (("floor", floor), ("decay", decay)):

@@ -32,12 +32,16 @@ UNITS = {Block, Float32Module}
 def fully_shard(model: nn.Module, mp_policy: MixedPrecisionPolicy | None = None, **options: Any) -> nn.Module:
     """Shard a model with FSDP2, in place: each module of `UNITS` apart, the inner ones first, and then the rest.
 
-    Parameters outside the units (embedding, head) are gathered for the whole pass.
+    The parameters of a unit are gathered while it runs. Those outside the units (embedding, head) are gathered for the
+    whole pass.
 
     Args:
-        model: a `LanguageModel`, a model of `halflife.hf`, or a module with one inside; it is returned.
+        model: a `LanguageModel`, a model of `halflife.hf`, or a module with one inside.
         mp_policy: dtypes of all parameters but those of `Float32Module`s, which stay as they are.
         **options: other arguments of `torch.distributed.fsdp.fully_shard`.
+
+    Returns:
+        The model.
     """
     # FSDP2 warns of views in outputs: blocks and decays return some, but nothing writes into them in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)

@@ -23,9 +23,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of mallopt(3)
 def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, for its next tensors; return whether it does now.
 
-    By default glibc returns large tensors to the kernel, which clears every page before it hands it out again. On a CPU
-    this took up to a quarter of the time of training (docs/native.md). The resident memory grows by about a fifth.
-    Nothing changes without glibc, or where the environment has settings for it (`MALLOC_…` or `GLIBC_TUNABLES`).
+    By default glibc returns large tensors to the kernel, which must clear every page before it hands it out again. A
+    step of training frees as much as the next step needs, so on a CPU this took up to a quarter of its time
+    (docs/native.md). The resident memory grows by about a fifth. Nothing changes without glibc, or where the
+    environment has settings for it (`MALLOC_…` or `GLIBC_TUNABLES`).
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False

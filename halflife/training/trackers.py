@@ -1,6 +1,7 @@
 """Reports a run to wandb, trackio, MLflow or TensorBoard, through the Trainer's own callbacks (`report_to`).
 
-They report what the Trainer logs. `Tracking` adds the other entries of `metrics.jsonl`, settings and figures.
+The Trainer's callbacks report what the Trainer logs: loss, learning rate, norm of the gradient. `Tracking` gives the
+same callbacks the other entries of `metrics.jsonl`, and gives their libraries the settings of the run and figures.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def tracker_environment(folder: Path, execution: ExecutionConfig) -> Iterator[No
 
 
 class Tracking(TrainerCallback):
-    """Reports settings, metrics, gates, spectra and figures of a run, beside what the Trainer reports."""
+    """Reports settings, metrics, gates, spectra and figures of a run, beside what the Trainer reports.
+
+    `execution` has the trackers, and the function that measures spectra and draws figures.
+    """
 
     def __init__(self, trainer: Any, config: TrainConfig, folder: Path, execution: ExecutionConfig) -> None:
         self.config, self.folder, self.execution = config, folder, execution

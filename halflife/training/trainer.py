@@ -28,7 +28,10 @@ WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not lo
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The only element of `items`, a micro-batch, with boundaries as a `Packing` and `part` as numbers of the host."""
+    """The only element of `items`, a whole micro-batch. What the host must know stays there, so that it never waits.
+
+    Boundaries become a `Packing`, and the `part` of rows that continue others becomes numbers.
+    """
     (only,) = items
     batch = dict(only)
     if "cu_seqlens" in batch:
@@ -39,7 +42,10 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class HalflifeTrainer(Trainer):
-    """A Trainer of whole micro-batches with AdamW on `param_groups` and checkpoints in a `CheckpointStore`."""
+    """A Trainer with AdamW on `param_groups` and checkpoints in a `CheckpointStore`.
+
+    Each item of its data set is a whole micro-batch. `settings` are arguments of the Trainer.
+    """
 
     def __init__(self, config: TrainConfig, store: CheckpointStore, **settings: Any) -> None:
         self.config, self.store = config, store

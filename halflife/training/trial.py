@@ -45,10 +45,14 @@ class Trial:
 def try_runs(
     runs: Sequence[tuple[TrainConfig, Mapping[int, float]]], device: torch.device, rows: int | None = None
 ) -> Trial | None:
-    """Time a step of each model, but of those above `TIMED_PARAMETERS`, and extrapolate; None if there is no run.
+    """Time a step of each model, and extrapolate; None if there is no run.
 
-    `runs` have configurations, and length in tokens → how many sequences of this length the training reads. `rows` are
-    the sequences of a micro-batch; None for whole batches.
+    Models larger than `TIMED_PARAMETERS` are not timed.
+
+    Args:
+        runs: configurations, and length in tokens → how many sequences of this length the training reads.
+        device: where they are trained.
+        rows: sequences of a micro-batch; None for whole batches.
     """
     kinds = {_kind(config): (config, sequences) for config, sequences in runs}
     sizes = {kind: on_meta(config.model).num_parameters() for kind, (config, _) in kinds.items()}

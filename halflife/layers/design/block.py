@@ -105,6 +105,9 @@ class LinearMixer(DecayGate, HasMemory):
     The defaults are those of the Decay Linear Transformer (Decay, §3): SiLU on queries and keys, a low-rank sigmoid
     output gate, then an RMS norm. GLA, RetNet, DeltaNet and others are rows: this block with other defaults.
 
+    Args:
+        place, keys, decay, update, memory, output, run: groups of options.
+
     Class attributes:
         defaults: options of a row whose defaults are other ones. A function takes the options given.
         fixed: options that define a row and cannot change.
@@ -184,7 +187,11 @@ class LinearMixer(DecayGate, HasMemory):
 
     @classmethod
     def complete(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """The options by name with the row's defaults, mappings merged; a ValueError for another fixed value."""
+        """Return the options by name with the row's defaults. Mappings of options are merged.
+
+        Raises:
+            ValueError: an option that defines the row has another value.
+        """
         for name, value in cls.fixed.items():
             if options.get(name, value) != value:
                 raise ValueError(f"{name} is {value!r} in {cls.__name__} and cannot change; got {options[name]!r}")
@@ -279,8 +286,13 @@ class LinearMixer(DecayGate, HasMemory):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Queries `[B, T, G, K]`, keys `[B, steps · T, G, K]` and values `[B, steps · T, H, V]`.
 
-        Queries and keys are activated, normalised (unless they are `normed` already) and encoded (2 K channels under
-        LRPE). `parts` are those of the projection, after the short convolution; `shared_key` is the decay's, or None.
+        Queries and keys are activated, normalised and encoded (2 K channels under LRPE).
+
+        Args:
+            parts: the parts of the projection, after the short convolution.
+            shared_key: of the decay, or None for projected keys.
+            normed: whether queries and keys are unit vectors already.
+            kept: see `parts.rotary`.
         """
         q, *projected, v = parts
         q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)

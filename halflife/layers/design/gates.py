@@ -125,6 +125,7 @@ class HeadRMSNorm(RMSNorm):
         """There is no gate."""
 
     def forward(self, o: Tensor, x: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`o [B, T, H, V]` → `[B, T, H·V]`; x is not used."""
         return super().forward(o).flatten(-2)
 
 

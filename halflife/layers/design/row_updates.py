@@ -78,7 +78,10 @@ class Feedback(Update):
 
 
 class FeedbackShare(nn.Module):
-    """Comba's σ(b), the share of the key that reads the state, and d, the weight of its output; fla's b starts at 1."""
+    """Comba's two numbers of a head: the share σ(b) of the key that reads the state, and the weight d of its output.
+
+    Both start at fla's values: b = 1, and d = `correction`.
+    """
 
     def __init__(self, num_heads: int, correction: float) -> None:
         super().__init__()

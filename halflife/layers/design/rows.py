@@ -78,8 +78,9 @@ class KDA(LinearMixer):
         S_t = (I − β_t k_t k_tᵀ) diag(e^{g_t}) S_{t−1} + β_t k_t v_tᵀ,   g_t = −e^{A_h} softplus(W₂ W₁ x_t + Δ)
 
     A is one number per head, and Δ one per key channel. The output is `(RMSNorm(o) ⊙ σ(W₂ W₁ x + b)) W_o` with the norm
-    over each head. Both low-rank maps have rank V. It has short convolutions and L2-normalised q and k. Initial values:
-    e^A uniform in [1, 16], softplus(Δ) log-uniform in [0.001, 0.1].
+    over each head. Both low-rank maps have rank V. It has short convolutions and L2-normalised q and k.
+    The state holds `memory [N, H, K, V]` and the convolution's last inputs.
+    Initial values: e^A uniform in [1, 16], softplus(Δ) log-uniform in [0.001, 0.1].
     """
 
     defaults: ClassVar[Options] = {
@@ -113,11 +114,11 @@ class Comba(LinearMixer):
 
         S_t = (e^{g_t} I − β_t k_t p_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   p_t = σ(b_h) k_t,   o_t = S_tᵀ (q_t − d_h p_t)
 
-    The state is read before it decays, as in the paper, in fla's kernels and in `naive_chunk_comba`. `ops.dplr`
-    computes it with `a = −β p` and `b = k`. As in fla's layer, the L2 norm of the query comes after its correction.
-    fla's layer also normalises p, which cancels σ(b) in the state (`normalize_feedback=True`). By default p is a
-    fraction of the normalised key, as in the equation. The output is `(RMSNorm(o) ⊙ σ(x W)) W_o` with the norm over
-    each head. e^A starts uniform in [0, 16].
+    The state is read before it decays, as in the paper, in fla's kernels and in `naive_chunk_comba`. (fla's
+    `naive_recurrent_comba` reads it after the decay.) `ops.dplr` computes it with `a = −β p` and `b = k`. As in fla's
+    layer, the L2 norm of the query comes after its correction. fla's layer also normalises p, which cancels σ(b) in the
+    state (`normalize_feedback=True`). By default p is a fraction of the normalised key, as in the equation.
+    The output is `(RMSNorm(o) ⊙ σ(x W)) W_o` with the norm over each head. e^A starts uniform in [0, 16].
     """
 
     defaults: ClassVar[Options] = {"decay": "mamba2", "conv_size": 4, "gate": "sigmoid", "decay_options": _wide_rates}
@@ -136,7 +137,8 @@ class DeltaProduct(LinearMixer):
 
     The transition of a token is a product of n generalised Householder matrices. It can be a rotation for n = 2 and β
     in (0, 2). `ops.delta_rule` computes it on n T rows, of which the first of a token decays and the last has the
-    query. With `decay=None` it has no decay. The output is that of Gated DeltaNet. e^A starts uniform in [0, 16].
+    query. The projections make these rows, so that no input is copied. With `decay=None` it has no decay.
+    The output is that of Gated DeltaNet. e^A starts uniform in [0, 16].
     """
 
     defaults: ClassVar[Options] = {
@@ -156,7 +158,9 @@ class MesaNet(LinearMixer):
 
     `g = logsigmoid(x W_g + b)` and `β = σ(x W_β + b)` for each head. Queries and keys go through a short convolution
     with SiLU and have norm 1, and values do not. The output is `RMSNorm(o) W_o` with the norm over each head, and with
-    `gate="swish"` gated. The state holds `gram [N, H, K, K]` and `memory [N, H, K, V]`. Source: §3; fla's layer.
+    `gate="swish"` gated.
+    The state holds `gram [N, H, K, K]`, `memory [N, H, K, V]` and the convolution's last inputs.
+    Source: its §3 and fla's layer of that name.
     """
 
     defaults: ClassVar[Options] = {

@@ -20,7 +20,10 @@ Block = Any  # a `LinearMixer`, whose module imports this one
 
 
 class Tokens(NamedTuple):
-    """What an update reads. `gain` is the factor of what is written, `[T, H]` or `[B, T, H]`, under `stretch_gain`."""
+    """What an update reads: the input x, queries, keys, values and log-decays, and the state before them.
+
+    `gain` is the factor of what is written, `[T, H]` or `[B, T, H]`, under `stretch_gain`.
+    """
 
     x: Tensor
     q: Tensor
@@ -36,7 +39,8 @@ class Tokens(NamedTuple):
 class Update:
     """How a token changes the state of the block.
 
-    Its maps are children of the block, for the names in checkpoints. With `has_strength` it has `beta_proj`.
+    Its maps are children of the block, so they have the names that checkpoints know. The block has `beta_proj`, the
+    projection to the writing strengths β, where the update `has_strength`.
 
     Class attributes:
         name: what messages call it.

@@ -118,7 +118,8 @@ class GateRank(nn.Module):
     Args:
         reset_rate, conv_size, gates, bias, rate_start: see `SlowGate`.
         reset_law: see `ops.gate_rank`.
-        trained: whether the gate is trained. Else its parameters stay, and no gradient flows through it into x.
+        trained: whether the gate is trained. Without, its parameters stay as they start, and no gradient flows through
+            it into x, which tells the effect of a second state from that of a learned gate.
     """
 
     # x of unit mean square gives f of unit variance
@@ -156,7 +157,10 @@ class GateRank(nn.Module):
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Run `ops.gate_rank` on `q, k, v, g, beta`, with the gate of the slow state computed from `x [B, T, D]`.
 
-        An `Unconvolved` q has k and v in it. The new states are `memory` (fast), `slow` and `slow_conv` (of the gate).
+        An `Unconvolved` q has k and v in it.
+
+        Returns:
+            `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
         """
         f = self.proj(x if self.trained or not torch.is_grad_enabled() else x.detach())
         initial = (state["memory"], state["slow"]) if "memory" in state else None
@@ -195,10 +199,12 @@ class GateRank(nn.Module):
         self.counts = sums
 
     def statistics(self) -> dict[str, float]:
-        """Statistics of the training steps since the last call (on a GPU of the first one), or an empty dict.
+        """Return statistics of the training steps since the last call (on a GPU of the first one), or an empty dict.
 
-        `reset_rate` is the share of resets over tokens and heads; `segment_length` the mean number of tokens between
-        resets, where a sequence without resets is one segment; `slow_share` that of ‖slow‖² in both states at the end.
+        Returns:
+            `reset_rate`, the share of resets over tokens and heads; `segment_length`, the mean number of tokens between
+            resets, where a sequence without resets is one segment; and `slow_share`, the share of ‖slow‖² in
+            ‖fast‖² + ‖slow‖² of the final states.
         """
         if self.counts is None:
             return {}

@@ -40,7 +40,8 @@ class LogLinear(nn.Module):
 
     Args:
         num_levels: L. The last level also holds the tokens of all higher ones. T tokens have log2 T + 1 levels. A head
-            stores L − 1 states at most. On a CPU it stores those with content, one a binary digit of the position.
+            stores L − 1 states at most. On a CPU it stores those that can have content, which are as many as the
+            position has binary digits. Elsewhere, and in compiled code, a shape cannot depend on the position.
     """
 
     reads_longest = loops_over_length = True  # see `models.compiled`
@@ -63,7 +64,11 @@ class LogLinear(nn.Module):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
         packing: Packing, gain: Tensor | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """`o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`)."""
+        """Run the op on `q, k, gain ⊙ v, g`, with the weights of the levels computed from `x [B, T, D]`.
+
+        Returns:
+            `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`).
+        """
         count, initial = self._num_states(x, state, packing), None
         if (memory := state.get("memory")) is not None:
             if memory.shape[2] < count:

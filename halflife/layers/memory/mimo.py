@@ -45,17 +45,22 @@ class MIMO(Float32Module):
         g: Tensor, weight: Tensor, gain: Tensor, last: tuple[Tensor, Tensor, Tensor], state: State, packing: Packing,
         norm: Callable[..., Tensor] | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """Compute the gated outputs of all heads, `y [B, T, H, V]`, and the new state.
+        """Compute the gated outputs of all heads.
 
         Args:
+            x: input of the layer `[B, T, D]`.
             q, k: queries and keys `[B, T, R·H, K]`, all heads of the first of the R first.
             v, z: values and gates `[B, T, H, V]`.
             k_before, v_before: keys and values of the tokens before.
             skip: D, one per head.
             g, weight, gain: as in `integrate`.
             last: key `[N, R·H, K]`, value `[N, H, V]` and gain `[N, H]` of the last token of each sequence.
+            state, packing: as in `Mixer.forward`.
             norm: `RMSNorm(y) ⊙ silu(z)` over each head, in the place of `y ⊙ silu(z)`, or None.
             **options: passed to the op.
+
+        Returns:
+            `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, H, V]`.
         """
         rank, room, (key, value, last_gain) = self.mimo_rank, ROOMY[v.dtype], last
         q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q, k_before))

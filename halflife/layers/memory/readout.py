@@ -19,11 +19,14 @@ FIXED_MIX = {"koopman": 1.0, "ridge": 0.0}  # μ that is not learned
 class Readout(Float32Module):
     """The op with the learned γ, μ and η of each head.
 
+    `γ = 1 + σ(·)/2` lies in [1, 1.5] unless it is fixed. η multiplies the output and starts at `eta_init`.
+
     Args:
         mix: μ, "koopman" (1), "ridge" (0), "learned", `σ(·)` in [0, 1], or "powers", a number for each power from 0 to
             `power`, which starts at 1 for the first power and at 0 for the others.
-        eta_init: initial η, which multiplies the output.
-        gamma: γ, or None for a learned one, `1 + σ(·)/2` in [1, 1.5].
+        eta_init: initial η.
+        power: K, under "powers" alone.
+        gamma: γ, or None for a learned one.
     """
 
     def __init__(self, num_heads: int, mix: str, eta_init: float, power: int, gamma: float | None) -> None:
@@ -51,7 +54,10 @@ class Readout(Float32Module):
         return {"gamma": gamma, "mix": FIXED_MIX[self.mix] if mix is None else mix}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> KoopmanResult:
-        """Run the op with these γ and μ, and scale its outputs by η. A forward hook sees the whole result."""
+        """Run the op with these γ and μ, and scale its outputs by η; `options` are the other arguments of the op.
+
+        A forward hook sees the state and the count of repeated factorisations in the result.
+        """
         result = attend(KoopmanCall(q, k, v.to(ROOMY[v.dtype]), **self.settings(), **options), backend)
         return result._replace(y=result.y * self.eta.unsqueeze(-1).to(result.y.dtype))
 

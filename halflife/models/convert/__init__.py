@@ -16,7 +16,8 @@
 | retnet | fla | import, export | mixer "retnet" with the decays of its paper, SwiGLU |
 | mamba3 | fla | import, export | mixer "mamba3" with rates that depend on the input, no MLP |
 
-Conversion is strict: a setting that would change the function, or a tensor that does not fit, is an error.
+Conversion is strict. It is an error if a setting would change the function, or if a tensor is missing, unknown or of
+another shape.
 """
 
 from __future__ import annotations
@@ -90,10 +91,15 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
 
 
 def back_to(library: str, model: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The `config.json` and the tensors of a model of another library, "transformers" or "fla", that computes the same.
+    """Return the `config.json` and the tensors of a model of another library that computes what `model` does.
 
-    Of transformers' hybrids, one whose norms have weights 1 + w becomes a Qwen3.5, any other one an OLMo Hybrid. A
-    ValueError says that the library has no such model, or lacks an option.
+    Args:
+        library: "transformers" or "fla".
+        model: the model. Of transformers' hybrids, one whose norms have weights 1 + w becomes a Qwen3.5, any other one
+            an OLMo Hybrid.
+
+    Raises:
+        ValueError: the library has no such model, or the model has options that the library's lacks.
     """
     kind = model.config.mixer
     if library == "fla":

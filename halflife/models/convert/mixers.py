@@ -60,7 +60,12 @@ def mixers(tensors: Tensors) -> dict[int, str]:
 
 
 def take_mixer(kind: str, config: Config, tensors: Tensors, layer: int) -> Converted:
-    """Convert the mixer of one layer, counted from 0; a ValueError if it cannot be."""
+    """Convert the mixer of one layer, counted from 0.
+
+    Raises:
+        ValueError: there is no converter for the kind of model, the layer has no decay, halflife cannot represent a
+            setting, or the tensors do not fit.
+    """
     if kind not in MIXERS:
         raise ValueError(f"mixers are taken of {', '.join(MIXERS)}; got a {kind}")
     prefixes = mixers(tensors)

@@ -82,15 +82,18 @@ def qkv_rules(
 
 
 def convert_from(module: nn.Module, rules: Iterable[Rule], tensors: Tensors, prefix: str = "") -> dict[str, Tensor]:
-    """The state dict of a module of ours, by rules, from the tensors of another library.
+    """Return the state dict of a module of ours, by rules, from the tensors of another library.
 
-    Parameters of a `Float32Module` become float32 or wider; all others keep the dtype of the source. A ValueError names
-    tensors that are missing, unknown, or of another shape or dtype.
+    Parameters of a `Float32Module` become float32 or wider; all others keep the dtype of the source.
 
     Args:
-        module: gives names, shapes and dtypes. It may be on the meta device.
+        module: the module, which gives names, shapes and dtypes. It may be on the meta device.
         rules: the rules of all its tensors. That of an output head comes after that of the embedding.
-        prefix: prefix of the names of `tensors`.
+        tensors: tensors of the other library.
+        prefix: prefix of their names.
+
+    Raises:
+        ValueError: tensors are missing, unknown, or of another shape or dtype. The message names them.
     """
     shapes = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     wide = {
@@ -148,9 +151,10 @@ def _problem(tensors: Tensors, name: str, shape: Shape) -> str | None:
 
 
 def convert_back(rules: Iterable[Rule], state: Tensors) -> dict[str, Tensor]:
-    """The other library's tensors from a state dict of ours.
+    """Return the other library's tensors from a state dict of ours.
 
-    A ValueError names rows that differ and that the other library shares between heads, or values that it fixes.
+    It is a ValueError, which names the tensor, if rows differ that the other library shares between heads, or a tensor
+    has other values than those that the other library computes.
     """
     back: dict[str, Tensor] = {}
     for ours, theirs, index, flat, value in rules:

@@ -117,7 +117,12 @@ SOURCES.add("rwkv7")(Source("fla's rwkv7", "fla", _parse, _rules, _describe, rea
 
 
 def read_pth(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file of `torch.save`, without running code that it may hold; a ValueError if it holds others."""
+    """Return the tensors in a file of `torch.save`, without running code that it may hold.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file holds something other than named tensors, or is damaged.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
@@ -133,8 +138,10 @@ def read_pth(path: Path) -> dict[str, Tensor]:
 def from_rwkv7_pth(tensors: Tensors) -> Converted:
     """Convert RWKV-7 with the names of its author's code, "x070", to a halflife configuration and state dict.
 
-    The shapes give the configuration. The interpolation of values is unused in the first layer and left out. A
-    ValueError names a tensor that is missing, unknown, or of another shape, as in other versions of RWKV.
+    The shapes give the configuration. The interpolation of values is unused in the first layer and left out.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape, as in other versions of RWKV.
     """
     model = _pth_config(tensors)
     unused = {f"blocks.0.att.{name}" for name in ("v0", "v1", "v2")}

@@ -57,9 +57,10 @@ class Source:
         return model, convert_from(on_meta(model), self.rules(s, model), self.read(tensors))
 
     def back(self, kind: str, model: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The config.json and the tensors of a model of the other library that computes what `model` does.
+        """Return the config.json and the tensors of a model of the other library that computes what `model` does.
 
-        A ValueError names the options that the other library lacks.
+        Raises:
+            ValueError: the model has options that the other library lacks; the message names them.
         """
         assert self.describe is not None
         ours, mlp = model.config, getattr(model.blocks[0], "mlp", None)
@@ -83,13 +84,17 @@ SOURCES: Registry[Source] = Registry("model_type")
 def settings(
     config: Config, defaults: Config, fixed: Mapping[str, tuple[Any, ...]], nullable: tuple[str, ...] = ()
 ) -> SimpleNamespace:
-    """The settings that a converter reads from a `config.json`; a ValueError names one that cannot be.
+    """Return the settings that a converter reads from a `config.json`; missing ones get their defaults.
 
     Args:
         defaults: the settings that are read and their defaults: booleans and positive numbers, which must be integers
             if the default is one. The default None means that the source library computes the number.
         fixed: settings of which halflife can represent some values only; the first value is the default.
         nullable: names in `defaults` that may also be null.
+
+    Raises:
+        ValueError: a setting of `fixed` has another value, or a setting of `defaults` another type or sign. The
+            message names the setting.
     """
     for name, choices in {**fixed, "quantization_config": (None,)}.items():
         value = plain(config.get(name, choices[0]))

@@ -223,8 +223,8 @@ def preset(
     """Return the configuration called `name`.
 
     Args:
-        name: a base and its modifiers, joined by "+". A modifier of a hybrid takes a ratio: after `attention:3`, a
-            layer of attention follows every three layers of the base.
+        name: a base and its modifiers, joined by "+" (see `PRESETS.names()` and `MODIFIERS.names()`). A modifier of a
+            hybrid takes a ratio: after `attention:3`, a layer of attention follows every three layers of the base.
         hidden_size: width of the model.
         num_layers: number of blocks.
         vocab_size: number of token ids.

@@ -21,7 +21,10 @@ FASTER: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("f
 
 
 def order(op: str, call: Any) -> tuple[str, ...]:
-    """The backends of an op, the fastest first; ours under torch.compile, where fla's op runs twice forward."""
+    """The backends of an op, the fastest first. `call` is a `Call`, or None or a pass for the usual order.
+
+    Under torch.compile ours come first, because fla's op runs the forward pass again for a gradient.
+    """
     if not isinstance(call, Call) or torch.compiler.is_compiling():
         return ORDER
     if op == "ridge_attention":  # one kernel, where ours runs a product in float32 for each iteration

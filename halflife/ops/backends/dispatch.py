@@ -102,7 +102,10 @@ def why_not(op: str, backend: str, device: torch.device | str = "cpu", call: Any
 
 
 def available_backends(op: str, device: torch.device | str = "cpu") -> list[str]:
-    """The backends that can run `op` on `device`, that of `auto` first, without Triton's interpreter of the tests."""
+    """Return the backends that can run `op` on `device`; the first one is the choice of `auto`.
+
+    Triton's interpreter (TRITON_INTERPRET=1 on a CPU) is for tests, which ask for it by name. It is not listed.
+    """
     device = torch.device(device)
     listed = [name for name in registered(op) if name != "triton" or device.type == "cuda"]
     return [name for name in listed if why_not(op, name, device) is None]
@@ -142,10 +145,10 @@ def _traceable(op: str, backend: str) -> str:
 
 
 def implementation_of(call: Call, backend: str) -> Callable[[Call], Any]:
-    """The implementation that runs a call; see `choose`.
+    """Return the implementation that runs a call; see `choose`.
 
     A single token goes through the backend's step, if it has one. With "auto" that is the first step that can run it,
-    or else the token loop, as under autograd.
+    or else the token loop, which are the fastest forms while decoding. Under autograd it goes through the loop.
     """
     op, device = call.op, call.device
     if is_transformed():
@@ -175,10 +178,11 @@ def dispatch(
     op: str, tensors: Mapping[str, Any], initial_state: Any, cu_seqlens: Any, backend: str, output_final_state: bool,
     **settings: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Check the arguments of an op, choose its implementation and run it: the outputs, and the final state or None.
+    """Check the arguments of an op, choose its implementation and run it.
 
-    `settings` are `scale`, `chunk_size`, and the options of the op (see `Call`). A call whose initial state is float64
-    runs in float64, also with other inputs, and so returns a float64 state.
+    `settings` are `scale`, `chunk_size`, and the options of the op (see `Call`); `ops.linear_attention` describes the
+    rest. It returns the outputs in v's dtype, and the final state or None. A call whose initial state is float64 runs
+    in float64, also with other inputs, and so returns a float64 state.
     """
     call = Call.of(op, tensors, initial_state, cu_seqlens, **settings)
     dtype, call = call.output_dtype, call.widened()
@@ -253,5 +257,8 @@ def run_gpu_pass(
 
 
 def beside(backend: str) -> str:
-    """The backend of a layer's norms, gates and convolutions: plain torch where its op on a state has it too."""
+    """The backend of the norms, gates and convolutions of a layer whose op on a state runs by `backend`.
+
+    They stay in plain torch where that op does, and else run as is fastest.
+    """
     return "chunked" if backend in ("reference", "chunked", "mask") else "auto"

@@ -45,7 +45,10 @@ UNSEEN = ("forgetting_attention", "log_linear_attention", "ridge_attention")  # 
 
 
 def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
-    """The reason why fla cannot run `op` on `device` (and this call, if given), or would be wrong; or None."""
+    """Return the reason why fla cannot run `op` on `device`, or would give wrong results; None if it can.
+
+    Without a call, only the device and the installed packages are judged.
+    """
     if torch.compiler.is_compiling() and op in UNSEEN:
         return f"torch.compile cannot see fla's kernels of {op}"
     if device.type != "cuda":

@@ -1,12 +1,13 @@
 """Results that are not kept for the backward pass, but computed again in it from the inputs of the op that gave them.
 
-Inside `recomputing(kinds)` every call of an op of these kinds is a region. Autograd keeps the region and its inputs,
-and neither what the op saves nor its results. The first saved tensor that the backward pass asks for runs the op again,
-and all others of the region are taken from that run. Nothing else runs twice, in contrast to the selective form of
-`torch.utils.checkpoint`, which runs the whole function again and keeps every result of the other ops.
+Inside `recomputing(kinds)` every call of an op of these kinds is a region. Autograd keeps neither what the op saves nor
+its results, which later ops save; it keeps the region and its inputs, which are themselves results of regions or saved
+anyway. The first saved tensor that the backward pass asks for runs the op again, and all others of the region are taken
+from that run. Nothing else runs twice, in contrast to `torch.utils.checkpoint`, whose selective form runs the whole
+function again and keeps every result of the other ops, also those that no gradient needs.
 
-Inside a compiled block torch's selective form chooses by the same kinds (`policy`): the compiler keeps only what is
-needed.
+Inside a compiled block torch's selective form chooses by the same kinds, because the compiler keeps only what is needed
+(`policy`).
 """
 
 from __future__ import annotations

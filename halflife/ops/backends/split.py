@@ -1,7 +1,8 @@
 """Parts of a tensor whose gradients lie beside each other in memory from the start.
 
-Autograd joins the gradients of parts by one more pass. Here a kernel that computes the gradient of a part asks for its
-memory (`new_gradient`), a slice of the gradient of the whole tensor. What other ops give is copied there.
+Autograd joins the gradients of parts by one more pass over all of them. Here a kernel that computes the gradient of a
+part asks for its memory (`new_gradient`), and is given a slice of the gradient of the whole tensor. What other ops give
+is copied there.
 """
 
 from __future__ import annotations

@@ -76,7 +76,10 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 class ChunkBlock:
-    """A block of chunks of one op, tensors `[b, H, c, C, D]` in `dtype`. Its inputs are q, …, g (or None)."""
+    """A block of chunks of one op, computed in `dtype`. Its tensors are `[b, H, c, C, D]`.
+
+    Of the op's aligned inputs, the queries come first, and the log-decay (or None) last.
+    """
 
     decay_type: Callable[..., Any] = staticmethod(make_decay)  # makes the decay of a block from its log-decays
 
@@ -96,7 +99,10 @@ class ChunkBlock:
     def backward(
         self, do: Tensor, state: Tensor, initial: Tensor, dstate: Tensor, dinitial: Tensor, dfinal: Tensor
     ) -> tuple[list[Tensor | None], Tensor]:
-        """The gradients of the inputs and of the state entering the block; those of initial states go to `dinitial`."""
+        """Return the gradients of the inputs, in their order, and of the state entering the block.
+
+        The gradients of the initial states of sequences that start in the block are written into `dinitial`.
+        """
         raise NotImplementedError
 
     def log_grad(self, grads: DecayGrads, entering: Tensor, leaving: Tensor) -> Tensor | None:
@@ -109,7 +115,8 @@ class ChunkBlock:
 def run(block_type: type[ChunkBlock], inputs: Sequence[Tensor | None], call: Call) -> tuple[Tensor, Tensor]:
     """Run a chunked op on the tensors of `call` that its blocks take, `q, k, v, …, g`, each `[B, T, H or G, …]`.
 
-    It returns `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`, and can be differentiated once.
+    Returns the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`. The op can be differentiated
+    once in every input.
     """
     layout = make_layout(call.packing, call.chunk_size, call.device)
     aligned = (None if x is None else layout.align(x) for x in inputs)

@@ -1,6 +1,7 @@
 """How tokens are cut into chunks, and how blocks of chunks are copied out of `[B, T, H, D]` and back.
 
-Tensors inside a block are `[B, H, n, C, D]`. Each packed sequence starts at a new chunk, so no product mixes two.
+Tensors inside a block are `[B, H, n, C, D]`. Each packed sequence starts at a new chunk, so that no product mixes two
+sequences.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class Place(NamedTuple):
         return state_rows if self.layout.index is not None or state_rows is None else self.rows
 
     def take(self, x: Tensor, dtype: torch.dtype, heads: int) -> Tensor:
-        """A block of `[B, n·C, H or G, …]`, contiguous, `[b, H, c, C, …]`, with groups repeated for heads."""
+        """Copy a block of an aligned tensor: `[B, n·C, H, D]` → contiguous `[b, H, c, C, D]`; D may be absent.
+
+        Groups `[B, n·C, G, D]` are repeated for the heads of the block.
+        """
         order = (0, 3, 1, 2, 4) if x.ndim == 4 else (0, 3, 1, 2)
         return each_head(self._part(x).permute(order), heads).to(dtype, memory_format=torch.contiguous_format)
 

@@ -19,7 +19,10 @@ from halflife.precision import compute_dtype
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignored: int = -100, backend: str = "auto") -> Tensor:
-    """The losses `[...]` in nats, in float32 or wider, of `logits [..., V]` and `labels [...]`; 0 if `ignored`."""
+    """The losses `[...]` in nats, in float32 or wider, of `logits [..., V]` and integers `labels [...]`.
+
+    Those of labels that are `ignored` are 0, without gradients.
+    """
     return run_pass("cross_entropy", backend, (logits, labels), ignored)
 
 
@@ -50,7 +53,8 @@ def losses_and_errors(
 ) -> tuple[Tensor, Tensor]:
     """The losses `[N]` of `logits [N, V]`, and `factor` times their gradients `[N, V]`; without autograd.
 
-    The factor has the dtype of the losses. The gradients have that of the logits, whose place they may take.
+    The factor is a number in the dtype of the losses, and the gradients are in that of the logits. The logits must not
+    be read afterwards, because the gradients may take their place.
     """
     if takes_place(logits, labels, backend):
         losses, *sums = triton.custom_op("cross_entropy")(logits, labels, ignored)

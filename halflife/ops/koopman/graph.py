@@ -224,7 +224,10 @@ def _logs(decay: SumDecay | None, rank: int, width: int) -> Tensor | None:
 
 
 def running(x: Tensor, logs: Tensor | None, backwards: bool = False) -> Tensor:
-    """Running sums `s_c = e^{logs_c} s_{c−1} + x_c` along axis 0, or `s_c = e^{logs_{c+1}} s_{c+1} + x_c`."""
+    """Running sums `s_c = e^{logs_c} s_{c−1} + x_c` along axis 0, in log n steps; None is no decay.
+
+    With `backwards`, `s_c = e^{logs_{c+1}} s_{c+1} + x_c`.
+    """
     if logs is None:
         return x.flip(0).cumsum(0).flip(0) if backwards else x.cumsum(0)
     if backwards:

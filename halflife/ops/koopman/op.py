@@ -86,7 +86,8 @@ def koopman_attention(
             G̃ is at most 1 + 1/ε at any length (docs/streaming.md); "sequence": m over the whole sequence including
             the future; or "paper": m over all keys of the first call with keys, masked ones and the future included,
             which later calls do not change.
-        initial_state: the state before the first token (see `koopman.state`), or None. A cut may be at any token.
+        initial_state: the state before the first token (see `koopman.state`), or None. A sequence may be cut at any
+            token.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), in mode "chunk" only.
         backend: "auto", or one of `available_backends("koopman_attention")`. In modes "prefix" and "masked" the

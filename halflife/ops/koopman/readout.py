@@ -49,7 +49,10 @@ class KoopmanReadout:
         return torch.stack([first, *(torch.zeros_like(first) for _ in range(self.power - 1)), self.mix])
 
     def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, Count]:
-        """The outputs `[n, H, S, P]` of `q [n, H, S, R]`, and `Factor.retries`; `norm [n, H]` replaces that of sums."""
+        """Read operators with `q [n, H, S, R]` through Cholesky factors; `norm [n, H]` replaces the m² of `sums`.
+
+        It returns the outputs `[n, H, S, P]`, and `Factor.retries`.
+        """
         if self.operator == "main_text":
             factor = inverse_factor(sums if norm is None else sums._replace(norm=norm), self.ridge)
             return self._read_main_text(factor.matrix, sums, norm, q), factor.retries
@@ -95,7 +98,10 @@ POWER_ITERATIONS = 6
 
 @torch.no_grad()
 def largest_singular_value(a: Tensor) -> Tensor:
-    """σ_max of `a [..., R, R]` as the paper has it, `[..., 1, 1]`, without a gradient; its start, ones, is ours."""
+    """Estimate σ_max of `a [..., R, R]` as the paper does, `[..., 1, 1]`, without a gradient.
+
+    Six power iterations start from the vector of ones; the paper does not give the start.
+    """
     x = a.new_ones(*a.shape[:-1], 1)
     for _ in range(POWER_ITERATIONS):
         x = F.normalize(a.mT @ (a @ x), dim=-2)

@@ -109,7 +109,11 @@ _INVERSES = WeakIdKeyDictionary()  # the G of some sums → (their m², the vers
 
 
 def cached_inverse_factor(sums: Sums, ridge: float) -> Factor:
-    """As `inverse_factor`, once for all tokens that read the same sums while G exists; not where gradients flow."""
+    """As `inverse_factor`, computed once for all tokens that read the same sums, except where gradients flow.
+
+    The result is remembered as long as G exists. It is not part of the state, because it would enlarge the state by
+    half.
+    """
     if sums.gram.requires_grad or sums.norm.requires_grad:
         return inverse_factor(sums, ridge)
     inference = torch.is_inference_mode_enabled()  # tensors made in this mode do not count their versions
@@ -126,12 +130,13 @@ def add_token(
     k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory, inverse: Tensor, ridge: float,
     normalization: str = "causal",
 ) -> tuple[KoopmanMemory, Count]:  # fmt: skip
-    """Add one token to the sums and their inverse factor; the second result are the retries of factorisations.
+    """Add one token to the sums, and update the inverse factor with them.
 
-    A rank-one update gives the new inverse factor. With one decay per head, G and m² decay alike, so `G / m² + ε I` is
-    unchanged before the token enters. Where m² does something else, the factor is computed from the sums: where the key
-    sets a new m², under "trace", where every key does, with a decay under "paper", where m² does not decay, with one
-    decay per channel, and where g has a gradient, as the unit m² that decays is a constant (`inverse_factor`).
+    A rank-one update gives the new inverse factor. With one decay per head, G and m² decay alike, so `G / m² + ε I`
+    is unchanged before the token enters. Where m² does something else, the factor is computed from the sums instead:
+    where the key sets a new m², under "trace", where every key does, with a decay under "paper", where m² does not
+    decay, with one decay per channel, and where g has a gradient, since the unit m² is a constant (see
+    `inverse_factor`) although it decays. The second result are the retries of the factorisations.
     """
     new = add_to_sums(k, v, g, memory)
     new = new._replace(sums=new.sums.normalized(normalization, memory.sums.norm))

@@ -146,7 +146,10 @@ def memory_after(
 def initial_memory(
     state: KoopmanState | None, k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int = 0
 ) -> KoopmanMemory:
-    """A user's state, or None for a blank one, in the compute dtype; pending tokens without decays get 0."""
+    """A user's state as a memory in the compute dtype; None means a blank one.
+
+    A state without decays can be continued with decays. Its pending tokens then have the log-decay 0.
+    """
     if state is None:
         return blank(k, v, sequences, chunk_size, decays)
     if not decays and "pending_decays" in state:

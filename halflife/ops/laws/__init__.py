@@ -3,8 +3,8 @@
     step = φ(f + bias),  within limits        g = −c e^{rate} t^{−α} step
 
 φ is softplus (Mamba-2), −logsigmoid (GLA, Simple Decay), sigmoid (RWKV-7) or relu (GateRank's slow state). PoST's
-exponent α slows a channel down with its position t. In a sigmoid, which bounds the rates, it moves the logit by
-`−α log t`.
+exponent α slows a channel down with its position t. In a sigmoid, which bounds the rates, it moves the logit instead:
+`sigmoid(f + bias − α log t)`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ SHAPES = ("softplus", "logsigmoid", "sigmoid", "relu")
 
 
 class Law(NamedTuple):
-    """A law of log-decays, `g = −factor · e^{rate} · φ(f + bias)`, with φ in `SHAPES` from `least` to `most`, if any.
+    """A law of log-decays, `g = −factor · e^{rate} · φ(f + bias)`.
 
-    `bias` and `rate` broadcast over the channels of f, `[H]` or `[H, K]`; None is 0.
+    Attributes:
+        shape: φ, one of `SHAPES`.
+        bias, rate: tensors that broadcast over the channels of f, `[H]` or `[H, K]`, or None for 0.
+        factor: c.
+        least, most: limits of φ; None is no upper limit.
     """
 
     shape: str
@@ -62,7 +66,9 @@ class Law(NamedTuple):
 class Product(NamedTuple):
     """Activations `x Wᵀ + bias` of one token of each sequence, which the kernel that takes the token computes.
 
-    `x` is `[B, 1, R]`, with few channels R, W is `[H · K, R]`, and the bias `[H · K]` or None.
+    Attributes:
+        x: `[B, 1, R]`, with few channels R.
+        weight, bias: W `[H · K, R]`, and `[H · K]` or None.
     """
 
     x: Tensor
@@ -71,7 +77,10 @@ class Product(NamedTuple):
 
 
 class Spectrum(NamedTuple):
-    """PoST's spectrum of a scalar decay in the place of the taper (`ordered_spectrum`); θ is the law's rate too."""
+    """PoST's spectrum of a scalar decay, in the place of the taper, which that kernel computes (`ordered_spectrum`).
+
+    θ is also the rate of the law, in the place of p.
+    """
 
     theta: Tensor
     delta: Tensor
@@ -83,8 +92,10 @@ class Unevaluated(NamedTuple):
 
     Attributes:
         f: activations `[B, 1, H]` or `[B, 1, H, K]`.
-        law, taper: its law and α of the positions (or a spectrum, or None), float32, in the `shape` `(H,)` or `(H, K)`.
+        law: its law, with tensors in float32 that broadcast to `[H]` or `[H, K]`.
+        taper: α of the positions in such a shape, a spectrum, or None.
         position: `[1]` or `[B, 1]`, if there is a taper.
+        shape: `(H,)` or `(H, K)`.
     """
 
     f: Tensor | Product
@@ -108,15 +119,20 @@ def log_decay(
     f: Tensor, law: Law, *, taper: Tensor | Spectrum | None = None, offset: Tensor | None = None,
     position: Tensor | None = None, with_step: bool = False, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`g = −c e^{rate + offset} t^{−α} φ(f + bias)` in float32 (float64 for float64 activations), and φ or None.
+    """Compute `g = −c e^{rate + offset} t^{−α} φ(f + bias)` in float32 (float64 for float64 activations).
 
     Args:
-        f: activations `[B, T, H]` or `[B, T, H, K]`, whose shape g and φ have.
+        f: activations `[B, T, H]` or `[B, T, H, K]`.
         law: φ, bias, rate and factor.
-        taper: α of each channel, in a shape as those of `law`, or None. A `Spectrum` has a scalar decay's rates too.
+        taper: α of each channel, in a shape as those of `law`, or None for no dependence on the position. A `Spectrum`
+            has the rates of a scalar decay too.
         offset: a part of the logarithm that does not depend on the position, as the taper.
         position: t of each token, from 1, `[T]` or `[B, T]`, if there is a taper.
         with_step: whether to return φ too.
+        backend: "auto", or one of `available_backends("log_decay")`.
+
+    Returns:
+        g, and φ or None, each in the shape of f.
     """
     law, channels = law if offset is None else law.moved(offset), f.shape[2:]
     if isinstance(taper, Spectrum):
@@ -180,11 +196,17 @@ implements_pass("log_decay", _expression, triton=(_kernel, why_not))
 
 
 def ordered_spectrum(theta: Tensor, delta: Tensor, log_length: float, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """PoST's spectrum: base parameters sorted by construction, and their exponents of the position, `[N]` each, N ≥ 2.
+    """PoST's spectrum: base parameters sorted by construction, and their exponents of the position, `[N]` each.
 
         p_1 = θ,   p_k = p_{k−1} + softplus(δ_{k−1}),    α_k = clamp(ᾱ_k + ((p_k − p_1) − (k − 1) Ḡ) / log T, 0, 1)
 
-    with ᾱ_k = (N − k) / (N − 1) and Ḡ = (p_N − p_1) / (N − 1), from `theta [1]`, `delta [N − 1]` and log T.
+    with ᾱ_k = (N − k) / (N − 1) and Ḡ = (p_N − p_1) / (N − 1).
+
+    Args:
+        theta: θ `[1]`.
+        delta: δ `[N − 1]`, with N ≥ 2.
+        log_length: log T.
+        backend: "auto", or one of `available_backends("ordered_spectrum")`.
     """
     return run_pass("ordered_spectrum", backend, (theta, delta), log_length)
 

@@ -33,7 +33,10 @@ def cumulative(g: Tensor) -> Tensor:
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, steps: Tensor, total: Tensor) -> Tensor:
-    """`(Q Kᵀ ⊙ e^{G_i − G_j} ⊙ w_i^(level)) V` in chunks: `q, k [N, G, …, C, K]`, `v, weights [N, H, …]`, `steps`."""
+    """`(Q Kᵀ ⊙ e^{G_i − G_j} ⊙ w_i^(level)) V` inside chunks: `v, weights [N, H, …, C, …]`, `steps [N, …, C]`.
+
+    The groups of `q, k [N, G, …, C, K]` are those of the op.
+    """
     level = levels(steps.unsqueeze(-1), steps.unsqueeze(-2), weights.shape[-1] - 1).unsqueeze(1)
     lower = (steps.unsqueeze(-1) >= steps.unsqueeze(-2)).unsqueeze(1)
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, -torch.inf).to(q.dtype).exp()

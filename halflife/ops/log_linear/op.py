@@ -38,12 +38,19 @@ def log_linear_attention(
         v: values `[B, T, H, V]`.
         g: log-decay ≤ 0, `[B, T, H]`; −inf erases all states.
         weights: w, the weights of the L ≥ 2 levels at each token `[B, T, H, L]`. The first is that of the token itself.
+        scale: factor of the output; None means `K ** -0.5`.
         initial_state: `(states [N, H, L − 1, K, V], position [N])`, which an earlier call returned; None means zeros.
-        scale, output_final_state, cu_seqlens, chunk_size, backend: as in `linear_attention`; "mask" takes T² memory.
+        output_final_state: whether to return the states after the last token.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
+        chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
+        backend: "auto", or one of `available_backends("log_linear_attention")`; "mask" takes memory quadratic in T.
 
     Returns:
         `o [B, T, H, V]` in v's dtype, and the final `(states, position)` or None. The states have float32, or float64
-        for float64 inputs. The errors are those of `linear_attention`.
+        for float64 inputs.
+
+    Raises:
+        ValueError: a shape does not fit, a log-decay is positive, or the backend cannot run.
     """
     if isinstance(weights, Tensor) and weights.ndim == 4 and weights.shape[-1] < 2:
         raise ValueError(f"weights must be [B, T, H, L] with L ≥ 2; got {list(weights.shape)}")

@@ -30,7 +30,10 @@ def levels(i: Tensor, j: Tensor, last: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """A call with one row per sequence, padded to the longest: `[N, H, T, …]` in the dtype of the states (q, k: G)."""
+    """A call with one row per sequence. Rows of packed sequences are padded to the longest with tokens without effect.
+
+    The tensors are `[N, H, T, …]` in the dtype of the states (q and k: `[N, G, T, K]`), with T the longest length.
+    """
 
     q: Tensor
     k: Tensor

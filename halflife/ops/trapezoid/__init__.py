@@ -1,7 +1,8 @@
 """Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, and outputs.
 
 Each is an expression of torch, and one launch on a CUDA device (`backends/triton/passes/angles.py` and `trapezoid.py`).
-`packing` says where sequences lie (None: in rows); `first` tensors are of the token before each (None: zeros).
+`packing` says where sequences lie (None: in rows), and a `first` tensor is what the state kept of the token before
+each of them (None: zeros).
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ def running_angles(
 ) -> tuple[Tensor, Tensor]:
     """Running sums φ of `Δ tanh(r) / 2`, or of `Δ r / 2π` if not `bounded`, in turns of 2π without whole turns.
 
-    It returns φ `[B, T, H, P]`, and that of the last token of each sequence, `[N, H, P]` in float64.
-
     Args:
         step: Δ `[B, T, H]`, float32 or wider.
         rate: r `[B, T, P]`, or `[B, T, H, P]` for each head.
         first: φ `[N, H, P]` before the first token of each sequence, or None.
+        bounded: whether there is a tanh.
+        packing, backend: see the top of the module.
+
+    Returns:
+        φ `[B, T, H, P]`, and that of the last token of each sequence, `[N, H, P]` in float64.
     """
     return run_gpu_pass("running_angles", _angles, backend, (step, rate, first), bounded, packing)
 
@@ -54,8 +58,9 @@ def _angles(
 def running_angle(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
     """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
 
-    Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk by chunk and separately
-    for each sequence, whose rounding errors do not mix. They are float64, because equal steps round to the same side.
+    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
+    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
+    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
     """
     sums, last = _running_sums(wide(turns), start, packing)
     return sums.to(turns.dtype), last
@@ -83,15 +88,18 @@ def _drop_turns(angle: Tensor) -> Tensor:
 def trapezoid_weights(
     g: Tensor, step: Tensor, share: Tensor, first: Tensor | None, packing: Packing | None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How much of the token before, and of itself, a token writes at the end of its step, `[B, T, H]` each.
+    """How much of the token before, and of itself, a token writes at the end of its step.
 
         e^{g_t} (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t)   and   λ_t Δ_t,   with λ = σ(l)
-
-    The third result is λ Δ of the last token of each sequence, `[N, H]`, which `first` has of the token before.
 
     Args:
         g, step: log-decay g and step size Δ `[B, T, H]`, float32 or wider.
         share: l `[B, T, H]`.
+        first: `λ Δ [N, H]` of the token before each sequence, or None.
+        packing, backend: see the top of the module.
+
+    Returns:
+        Both `[B, T, H]`, and λ Δ of the last token of each sequence, `[N, H]`.
     """
     return run_gpu_pass("trapezoid_weights", _weights, backend, (g, step, share, first), packing)
 
@@ -117,11 +125,14 @@ def trapezoid_keys(
     R(φ) rotates the pairs (i, i + P) of the first 2P channels. The norm is over the channels of each group.
 
     Args:
-        c, b, v: `[B, T, G·K]`, and values `[B, T, H', V]`.
+        c, b: `[B, T, G·K]`.
+        v: values `[B, T, H', V]`.
         angle: φ `[B, T, A, P]` in turns of 2π. Head h has that of h mod A, so the R heads of a MIMO head share one.
         query, key: weight `[K]` and bias `[H, K]` of the norms. None is no norm and no bias, and then H = G.
         first: key `[N, H, K]` and value `[N, H', V]` of the token before each sequence, or None.
+        eps: of the norms.
         whole: whether to return k too.
+        packing, backend: see the top of the module.
 
     Returns:
         q and the keys before `[B, T, H, K]` in the dtype of v, the values before `[B, T, H', V]`, the products q·k of
@@ -150,7 +161,10 @@ def _keys(
 
 
 def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, heads: int) -> Tensor:
-    """`RMSNorm(x) ⊙ weight + bias` over each group, `[B, T, G·K]` → `[B, T, H, K]` in float32, or x in `heads`."""
+    """`RMSNorm(x) ⊙ weight + bias` with the norm over each group, `[B, T, G·K]` → `[B, T, H, K]` in float32 or wider.
+
+    Without weight and bias it is x, in `heads` heads.
+    """
     x = x.to(compute_dtype(x))
     if weight is None or bias is None:
         return x.unflatten(-1, (heads, -1))
@@ -162,12 +176,17 @@ def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, he
 def trapezoid_output(
     o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None, z: Tensor | None, backend: str = "auto"
 ) -> Tensor:
-    """`(o + (gain · dot + D) v) ⊙ silu(z)`: what a token reads of itself, the skip and the gate, `[B, T, H·V]`.
+    """`(o + (gain · dot + D) v) ⊙ silu(z)`: what a token reads of itself, the skip and the gate.
 
     Args:
-        o, v: `[B, T, H, V]`; the result has the dtype of o.
+        o, v: `[B, T, H, V]`.
         dot, gain: `[B, T, H]`, float32 or wider.
-        skip, z: D `[H]` and `[B, T, H·V]`, or None for no skip and no gate.
+        skip: D `[H]` or None.
+        z: `[B, T, H·V]`, or None for no gate.
+        backend: see the top of the module.
+
+    Returns:
+        `[B, T, H·V]`, in the dtype of o.
     """
     return run_gpu_pass("trapezoid_output", _output, backend, (o, v, dot, gain, skip, z))
 

@@ -108,7 +108,12 @@ def use(library: Path) -> None:
 def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
     """Compile the kernels unless that is done, check them in a process of their own, and return the library.
 
-    A CannotBuild gives the reason and the remedy. `force` compiles again, and `report` receives lines of progress.
+    Args:
+        force: compile again.
+        report: receives lines of progress.
+
+    Raises:
+        CannotBuild: the machine, the compiler or the check says no. The message gives the reason and the remedy.
     """
     reason = why_not_here()
     if reason is not None:
