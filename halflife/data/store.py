@@ -89,7 +89,7 @@ class Writer:
         self.checksum.update(data)
 
     def finish(self) -> dict[str, Any]:
-        """Write the last offset, which is the end; return the counts and the checksums for the index."""
+        """The counts of the split, and the checksums of its files, for the index."""
         return {**self.counts, "offsets": self.checksum.hexdigest(), "sha256": self.token_checksum.hexdigest()}
 
 

@@ -57,21 +57,12 @@ BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
 # has Δ; these two and RetNet have free rates, and RetNet alone has fixed ones; and under t_ref = T a stretched β of a
 # delta rule grows beyond 2. GLA alone has the decay of `gla+post_released` without PoST.
 OF_RETNET, OF_GLA = ("trained", "geometric-trained"), ("mamba2-decay",)
+OF_ONE = OF_RETNET + OF_GLA
 FROZEN = ("frozen", "frozen-gain")
 WITHOUT = {
-    "mamba2": (*OF_RETNET, *OF_GLA),
-    "rwkv7": (
-        "ordered",
-        "geometric",
-        *FROZEN,
-        "moving",
-        "gain-theorem",
-        "gain-moving",
-        *OF_RETNET,
-        *OF_GLA,
-        *HEAD_NORM,
-    ),
-    "gated_deltanet": ("gain-theorem", *OF_RETNET, *OF_GLA, *HEAD_NORM),
+    "mamba2": OF_ONE,
+    "rwkv7": ("ordered", "geometric", "moving", "gain-theorem", "gain-moving", *FROZEN, *OF_ONE, *HEAD_NORM),
+    "gated_deltanet": ("gain-theorem", *OF_ONE, *HEAD_NORM),
     "gla": ("geometric", *FROZEN, *OF_RETNET, *HEAD_NORM),
     "retnet": (*FROZEN, *OF_GLA, *HEAD_NORM),
 }
