@@ -18,6 +18,7 @@ from halflife import LanguageModel
 from halflife.cli import read_command
 from halflife.lab.experiments import EXPERIMENTS
 from halflife.lab.experiments.decay_rows import VARIANTS, as_run
+from halflife.lab.experiments.echo import TABLE_3
 from halflife.runs.sweep import Cell
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -223,6 +224,21 @@ def test_contradictions_are_computed():
     for mean, scores in cells.items():
         assert f"{sum(scores) / 6:.2f}" == mean
         assert mean in claims.SLIPS
+    means = [f"{sum(scores) / len(TABLE_3):.1f}" for scores in zip(*TABLE_3.values(), strict=True)]
+    assert "means of its cells are {}, {} and {}.".format(*means) in claims.SLIPS
+    # PoST's Table 4: six needles of Mamba-2 at 1K, 2K and 4K tokens, without PoST and with it.
+    needles = {
+        "180M": ((44, 15.4, 0, 9, 8.5, 4.9), (95.6, 71, 4.8, 17, 12.6, 11.1),
+                 (5.6, 3.6, 0, 6, 5.5, 4.5), (47.4, 13.2, 0.6, 16, 12.6, 12),
+                 (0.2, 0.8, 0, 1.6, 1.4, 1.7), (2, 8.4, 1.8, 6.4, 3.1, 3.5)),
+        "440M": ((98.2, 94.8, 31.4, 16.2, 14.3, 8.6), (99.8, 98.8, 60.4, 15.2, 9.4, 3.5),
+                 (63.8, 24.2, 13.6, 13.4, 12, 4), (77.6, 34.2, 30.4, 19.6, 15.4, 10.5),
+                 (30.4, 2.6, 4, 3.4, 3.2, 1.2), (16.2, 7.2, 1.4, 2.2, 1.1, 0.2)),
+    }  # fmt: skip
+    for size, cells in needles.items():
+        gains = [(sum(own) - sum(base)) / 6 for base, own in zip(cells[::2], cells[1::2], strict=True)]
+        said = re.search(rf"([\d.]+), ([\d.]+) and ([−\d.]+)(?: points[^(]*)? \({size}\)", claims.SLIPS)
+        assert [float(x.replace("−", "-")) for x in said.groups()] == pytest.approx(gains, abs=0.05 + 1e-9), size
     sizes = [4 * 12 * 2 * (2 * r**2 + 64 * r + r) / 1000 for r in (56, 48)]
     assert "{:.0f} or {:.0f} kB".format(*sizes) in claims.SLIPS
 

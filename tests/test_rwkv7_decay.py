@@ -85,7 +85,7 @@ def test_post_timescales(position):
 
 @pytest.mark.parametrize("position", [1, 16, TRAIN_LENGTH, 4 * TRAIN_LENGTH])
 def test_post_theorem(position):
-    """With t_ref = T the slowest time-scale is t, plus 1/λ of the sigmoid. At t = T log-rates are evenly spaced."""
+    """With t_ref = T the slowest time-scale is t, plus 1/λ of the sigmoid. At t = T p plus the stretch is even."""
     decay = build_post(reference_length=TRAIN_LENGTH)
     scales, p = decay.timescales(position), 1 / (SCALE * TRAIN_LENGTH)
     assert scales[0, 0].item() == pytest.approx(1 / SCALE + (1 - p) * position, rel=1e-4)

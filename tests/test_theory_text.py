@@ -2,12 +2,14 @@
 
 import cmath
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from helpers import generator
 from test_spectra import noise
 
+from halflife import decay
 from halflife.analysis.koopman import Operator
 from halflife.decay.minimax import geometric_rates, taper
 from halflife.lab.theory import correlations, spectra
@@ -201,6 +203,44 @@ def test_timescales_of_rwkv7():
     start, late = (post.rwkv7_timescales(logits, torch.tensor([1, 0.5, 0.2, 0]).double(), t) for t in (1, 1000))
     assert (start[0].item(), late[0].item()) == pytest.approx((1000, 1000**2), rel=2e-3)
     assert start[-1].item() == late[-1].item() == pytest.approx(1 / (math.exp(-0.5) / (1 + math.exp(-0.5))))
+
+
+def test_the_gaps_of_rwkv7_are_those_of_the_layer():
+    """Even logits are no even log-rates near the fast end, and the taper inside of the sigmoid does not space them."""
+    layer = decay.PoST(decay.build("rwkv7", num_heads=2, head_dim=8, granularity="vector"), train_length=1000).double()
+    gaps = [-layer.timescales(t).detach().log().flatten().diff() for t in (1, 1000)]
+    ends = [end.item() for gap in gaps for end in (gap.min() / gap.mean(), gap.max() / gap.mean())]
+    assert post.rwkv7_gaps(16, 1000) == pytest.approx(ends, rel=1e-5)
+    assert max(ends[0], ends[2]) < 0.75
+
+
+def test_the_remainder_of_remark_4_6_is_cubic():
+    bound = 1 / math.cosh(math.log(1 + 1 / 50) / 2)
+    assert post.remainder(torch.tensor([50.0]).double()).item() == pytest.approx(bound - 1 + 1 / 20_000)
+    assert post.remainder(torch.tensor([1e3]).double()).item() * 1e9 == pytest.approx(1 / 8, rel=2e-3)
+
+
+def test_octaves_of_fractional_noise_are_those_of_determinants():
+    """I(x; n numbers) of a normal process is half of log₂ of R(0) |R_n| / |R_{n+1}|. J halves: it falls as d²/4σ."""
+    h, n = 1.5, 9
+    lags = torch.arange(n, dtype=torch.float64)
+    apart = (lags - lags[:, None]).abs()
+    covariance = ((apart + 1) ** h - 2 * apart**h + (apart - 1).abs() ** h) / 2
+    sizes = [torch.linalg.det(covariance[:m, :m]).item() for m in range(1, n + 1)]
+    known = [math.log2(sizes[0] * sizes[m - 1] / sizes[m]) / 2 for m in (1, 2, 4, 8)]
+    found = post.octaves_of_fractional_noise(8)
+    assert found[:3] == pytest.approx([b - a for a, b in pairwise(known)])
+    assert found[-1] == pytest.approx(0.25**2 / 4 / 2**7 / math.log(2), rel=0.02)
+
+
+def test_a_weak_direction_that_moves_alone_falls_as_the_paper_says():
+    """M v = σ A v if only the key of this direction follows it; for independent keys ‖M v‖ is of order √σ."""
+    keys = torch.zeros(1, 12, 4, dtype=torch.float64)
+    keys[0, :3, :3] = torch.eye(3)
+    keys[0, 4:, 3] = 0.3 ** torch.arange(8)
+    assert ska.weak_direction(keys) == pytest.approx(1, abs=0.01)
+    noise = torch.randn(30, 12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert ska.weak_direction(noise) == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_printed_bound_of_coherence_fails_for_the_fastest_pair():

@@ -33,7 +33,8 @@ class PoST(Decay):
 
     `reference_length=1` is the paper's algorithm, with time-scale T·t^α at the slow end. `reference_length=T` is its
     Theorem 4.11, with τ_k(t) = t^{α_k} exactly. With both, the log-rates of a perturbed spectrum are evenly spaced
-    again at position T, where α is not clamped (Prop. 4.16).
+    again at position T, where α is not clamped (Prop. 4.16). Those of RWKV-7 are so at slow channels alone, because its
+    stretch is inside the sigmoid.
     Source: PoST, Algorithms 1 to 4, Prop. 4.16, Cor. 5.1; docs/equations.md, section 3.
 
     Args:

@@ -95,7 +95,8 @@ def gradient_flow(
         rank, width, tokens: R, P, and numbers of tokens T.
         scales: factors on the query, at the last T.
         depths: numbers of branches whose Jacobians are multiplied (Theorem J.9), at the last T. Needs R = P.
-        trials, seed: draws, of which means are taken, and their seed; ranks are the smallest.
+        trials, seed: draws, of which means are taken, and their seed; ranks are the smallest, and quotients "… over …"
+            the largest.
 
     Returns:
         "rank", "width", "power", "trials"; "by tokens", "by scale" and "by depth", lists of dicts of numbers.
@@ -117,6 +118,9 @@ def gradient_flow(
             "attention sharp": _mean(bound.sharp), "ska rank": int(numerical_rank(read).min()),
             "ska": _mean(norm(read)), "ska bound": _mean(upper.paper), "ska sharp": _mean(upper.sharp),
             "ska least": _mean(torch.linalg.svdvals(read)[..., -1]), "ska lower": _mean(ska_lower(operator)),
+            "attention over bound": _most(norm(attended), bound.paper),
+            "ska over bound": _most(norm(read), upper.paper),
+            "lower over ska": _most(ska_lower(operator), torch.linalg.svdvals(read)[..., -1]),
         })  # fmt: skip
     query, keys, values = draw(rank), draw(tokens[-1], rank), draw(tokens[-1], width)
     read = ska_jacobian(Operator.of_tokens(keys, values))
@@ -142,9 +146,14 @@ def gradient_flow(
                 product = product @ jacobian
             row[name] = _mean(norm(product))
             row[f"{name} bound"] = _mean(torch.stack(bounds).prod(0))
+            row[f"{name} over bound"] = _most(norm(product), torch.stack(bounds).prod(0))
         by_depth.append(row)
     return {"rank": rank, "width": width, "power": 2, "trials": trials,
             "by tokens": by_tokens, "by scale": by_scale, "by depth": by_depth}  # fmt: skip
+
+
+def _most(values: Tensor, bounds: Tensor) -> float:
+    return (values / bounds).max().item()
 
 
 def _mean(values: Tensor) -> float:

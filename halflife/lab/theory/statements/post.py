@@ -19,6 +19,7 @@ from halflife.ops import linear_attention
 from halflife.precision import inverse_softplus
 
 CHANNELS, LENGTH, DRAWS = 16, 10_000, 200
+ANCHORS = torch.tensor([10, 100, 1000], dtype=torch.float64)
 RWKV7_SCALE = math.exp(-0.5)  # λ of §5.3
 PAIRS = ("mamba2", "gated_deltanet", "rwkv7", "gla", "retnet")
 
@@ -107,6 +108,40 @@ def fractional_noise() -> list[float]:
     return [max(errors), covariance(s)[0].item() / (h * (h - 1) / 2)]
 
 
+def octaves_of_fractional_noise(octaves: int = 9) -> list[float]:
+    """Return J(σ) of Def. 3.4 in bits, at σ = 1, 2, 4, …, for normal fractional noise with β = 0.5: `[octaves]`.
+
+    The information of n past numbers of a normal process is `−½ Σ_{j ≤ n} log₂(1 − φ_j²)`, with its partial
+    correlations φ (Durbin and Levinson). They tend to d/j with d = (1 − β)/2, so J halves from octave to octave.
+    """
+    most, beta = 2**octaves, 0.5
+    lags, h = torch.arange(most + 1, dtype=torch.float64), 2 - beta
+    covariance = ((lags + 1) ** h - 2 * lags**h + (lags - 1).abs() ** h) / 2
+    past, left, known = lags[:0], 1.0, [0.0]
+    for n in range(1, most + 1):
+        partial = (covariance[n] - past @ covariance[1:n].flip(0)).item() / left
+        past = torch.cat([past - partial * past.flip(0), past.new_tensor([partial])])
+        left *= 1 - partial**2
+        known.append(-math.log2(left) / 2)
+    return [known[2 ** (i + 1)] - known[2**i] for i in range(octaves)]
+
+
+def remainder(anchor: Tensor) -> Tensor:
+    """Return the bound of Prop. 4.5 at ζ(c) = 1 less the `1 − 1/(8 θ²)` of Remark 4.6, for θ `[n]`. It is 1/(8 θ³)."""
+    return 1 / torch.cosh(torch.log1p(1 / anchor) / 2) - 1 + 1 / (8 * anchor**2)
+
+
+def rwkv7_gaps(channels: int, length: float) -> list[float]:
+    """Return the least and the largest gap of RWKV-7's log-rates over their mean, at t = 1, then at T (Algorithm 3).
+
+    Its logits are evenly spaced at the start. The taper is that of Cor. 5.1, and stretches inside the sigmoid.
+    """
+    logits = rwkv7_logits(channels, length)
+    tapers = adapted_taper(F.logsigmoid(logits), length).clamp(0, 1)
+    gaps = [-rwkv7_timescales(logits, tapers, t).log().diff() for t in (1, length)]
+    return [end.item() for gap in gaps for end in (gap.min() / gap.mean(), gap.max() / gap.mean())]
+
+
 def _stretched_chunks(generator: torch.Generator) -> float:
     """Compare the chunked op with the token loop, on rates from 1/T to 1 over t^α."""
     tokens = 96
@@ -128,7 +163,7 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
     gaps = wanted.diff(dim=-1)
     reached = reparameterise(wanted[:, 0], inverse_softplus(gaps))
     alpha = adapted_taper(wanted, LENGTH)
-    even = (wanted - alpha * math.log(LENGTH)).diff(dim=-1)
+    even, clamped = ((wanted - a * math.log(LENGTH)).diff(dim=-1) for a in (alpha, alpha.clamp(0, 1)))
     scales, bound = printed_coherence(0.1 + uniform(DRAWS), 0.1 + uniform(DRAWS), CHANNELS)
     logits, exponents = rwkv7_logits(CHANNELS, LENGTH), taper(CHANNELS)
     slowest = rwkv7_timescales(logits, exponents, LENGTH)
@@ -143,6 +178,9 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
             _stretched_chunks(generator)),
         "spacing restored": row("PoST, Prop. 4.16", "spread of the gaps of log-rates at t_ref", IDENTITY,
             error(even, even.mean(-1, keepdim=True).expand_as(even))),
+        "spacing clamped": row(
+            "PoST, Algorithms 1 to 4", "the same with α in [0, 1], a median over spectra, and share of them", NUMBER,
+            _clamped(alpha, clamped)),
         "coherence by integration": row("PoST, Def. 2.3", "coherence by integrals of responses − sech(δ/2)", IDENTITY,
             error(coherence_by_integration(wanted[0]), coherence(wanted[0]))),
         "printed coherence": row("PoST, Prop. 4.5", "largest coherence / printed bound, rates with equal gaps", BOUND,
@@ -150,18 +188,31 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
         "printed coherence of the slowest pair": row(
             "PoST, Remark 4.6", "coherence of channels 1 and 2 − printed bound", IDENTITY,
             _slowest_pair(uniform(DRAWS) + 0.1, uniform(DRAWS) + 0.1)),
+        "printed remainder": row("PoST, Remark 4.6", "(bound − 1 + 1/8θ²) θ³ for θ = 10, 100, 1,000", NUMBER,
+            remainder(ANCHORS) * ANCHORS**3),
         "rwkv7 slowest": row("PoST, §5.3", "τ_1 / T at t = 1 and t = T", NUMBER, [
             start[0].item() / LENGTH, slowest[0].item() / LENGTH,
         ]),
         "rwkv7 fastest": row("PoST, §5.3", "τ_C at t = 1 and t = T", NUMBER, [start[-1].item(), slowest[-1].item()]),
         "rwkv7 law": row("PoST, Remark 5.2", "τ_k(T) / (τ_k(1) T^α), slowest and middle channel", NUMBER,
             [(slowest / start / LENGTH**exponents)[k].item() for k in (0, CHANNELS // 2)]),
+        "rwkv7 gaps": row("PoST, §5.3, Cor. 5.1", "gaps of log-rates over their mean at t = 1 and t = T", NUMBER,
+            rwkv7_gaps(CHANNELS, LENGTH)),
+        "octaves of fractional noise": row("PoST, Conditions 3.2 and 3.5", "J(σ) in bits at σ = 1, 2, 4, …", NUMBER,
+            octaves_of_fractional_noise()),
         "fractional noise": row(
             "PoST, Lemma 3.6", "error of Condition 3.2, and R(1) over the power law of long lags", NUMBER,
             fractional_noise()),
         "added state": row(
             "PoST, Prop. 4.17", f"numbers that PoST adds to the state of {', '.join(PAIRS)}", NUMBER, added_state()),
     }  # fmt: skip
+
+
+def _clamped(alpha: Tensor, gaps: Tensor) -> list[float]:
+    """Return the largest relative deviation of `gaps`, the median over spectra, and the share with α out of [0, 1]."""
+    away = (gaps / gaps.mean(-1, keepdim=True) - 1).abs().amax(-1)
+    beyond = ((alpha < -1e-9) | (alpha > 1 + 1e-9)).any(-1)
+    return [away.median().item(), beyond.double().mean().item()]
 
 
 def _slowest_pair(anchor: Tensor, gap: Tensor) -> float:

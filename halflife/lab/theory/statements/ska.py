@@ -14,7 +14,7 @@ from halflife.analysis.koopman import Operator
 from halflife.evaluation.memory import ska_crossover, ska_state_size
 from halflife.lab.theory.koopman_bounds import bauer_fike, eigenvalue_bound, perturbation_bound, regime
 from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
-from halflife.layers.mlp import ClampedEigenvalues
+from halflife.layers.mlp import ClampedEigenvalues, KoopmanMLP
 from halflife.layers.parts import clebsch_gordan
 from halflife.ops import koopman_attention
 
@@ -52,6 +52,36 @@ def power_traces(matrix: Tensor) -> Tensor:
     ], -1)  # fmt: skip
 
 
+def weak_direction(keys: Tensor) -> float:
+    """Return the power of σ as which ‖M G̃⁻¹ v‖ falls, for a weak direction v with vᵀ G v = σ ≪ ε (Prop. A.2).
+
+    It is 1 where M v = σ A v, as with exact dynamics. Other keys have ‖M v‖ of order √σ.
+    """
+    levels = []
+    for size in (1e-4, 1e-5):
+        weak = torch.cat([keys[..., :-1], size * keys[..., -1:]], -1)
+        operator = Operator.of_tokens(weak, keys, EPSILON)
+        support, directions = torch.linalg.eigh(operator.gram)
+        moved = (operator.transition @ directions[..., :1]).norm(dim=(-2, -1)) / (support[..., 0] + operator.ridge)
+        levels.append(torch.stack([support[..., 0], moved]).log())
+    change = levels[0] - levels[1]
+    return (change[1] / change[0]).mean().item()
+
+
+def koopman_mlp_quotient(generator: torch.Generator) -> float:
+    """Return the largest ‖J‖ of the Koopman MLP over `c ‖W_read‖ ‖W_lift‖`, c = sup SiLU′ ≈ 1.0998 (Prop. J.8)."""
+    layer, steepest = KoopmanMLP(RANK, 2 * RANK, clamped=True).double(), 1.09984
+    found = []
+    with torch.no_grad():
+        for part in layer.parameters():
+            part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
+    for _ in range(20):
+        x = 3 * torch.randn(RANK, generator=generator, dtype=torch.float64)
+        found.append(koopman.norm(torch.func.jacrev(layer)(x)))
+    bound = steepest * koopman.norm(layer.read.weight) * koopman.norm(layer.lift.weight)
+    return quotient(torch.stack(found), bound)
+
+
 def statements(seed: int) -> dict[str, dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
 
@@ -75,6 +105,7 @@ def _operators(operator: Operator, noisy: Operator, keys: Tensor) -> dict[str, d
     inverse = torch.linalg.inv(operator.regularised)
     unwhitened, reversed_order = operator.transition @ inverse, inverse @ operator.transition
     traces = power_traces(operator.whitened)
+    support, directions = torch.linalg.eigh(operator.gram)
     before, after = keys[:, :-1], keys[:, 1:]
     fitted = torch.linalg.lstsq(before, after).solution.mT  # z_{t+1} ≈ A z_t
     least_squares = (after.mT @ before) @ torch.linalg.inv(before.mT @ before)
@@ -92,6 +123,11 @@ def _operators(operator: Operator, noisy: Operator, keys: Tensor) -> dict[str, d
             error(power_traces(unwhitened), traces)),
         "reversed": row("Echo, Remark 2", "difference of tr (G̃⁻¹ M)ⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
             error(power_traces(reversed_order), traces)),
+        "ridge by direction": row("Echo, Prop. A.2", "error of M V diag(1 / (σ + ε)) Vᵀ", IDENTITY,
+            error((operator.transition @ directions / (support + operator.ridge.unsqueeze(-1)).unsqueeze(-2))
+                  @ directions.mT, unwhitened)),
+        "weak direction": row("Echo, Prop. A.2", "power of σ as which ‖M G̃⁻¹ v‖ falls for σ ≪ ε", NUMBER,
+            weak_direction(keys)),
         "positive definite": row("Echo, Lemmas A.4, I.1", "ε / λ_min(G̃)", BOUND,
             quotient(operator.ridge, torch.linalg.eigvalsh(operator.regularised)[..., 0])),
         "lift": row("Echo, Thm B.2", "change of |k|² under a phase", IDENTITY, error(turned, invariant)),
@@ -175,6 +211,8 @@ def _printed(keys: Tensor, values: Tensor, query: Tensor, generator: torch.Gener
         "future key": row(
             "Echo, Eq. 3", "change of the outputs of the first half if the last key is ten times as long", IDENTITY,
             error(*early)),
+        "koopman mlp": row("Echo, Props. J.7, J.8", "‖Jacobian of the Koopman MLP‖ / bound", BOUND,
+            koopman_mlp_quotient(generator)),
         "rotation": row("Echo, §3.3", "smallest σ of the blocks of Eq. 14, with clamped random γ and ω", NUMBER,
             torch.linalg.svdvals(blocks).min()),
     }  # fmt: skip
