@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import assert_raises, cases
 
+from halflife import decay
 from halflife.lab.experiments import EXPERIMENTS, compare, echo
 from halflife.lab.experiments.echo import TABLE_2, TABLE_3, VARIANTS, variant
 from halflife.lab.experiments.recall import grid, recall_model
@@ -265,3 +266,14 @@ def test_transfer_stands_beside_the_paper():
     lengths = [cells(line)[0] for line in two.splitlines() if line.startswith("| ")]
     assert lengths == ["length", "64", "4,096"]
     assert cells(two.splitlines()[-1])[1:4] == [f"{x:.1f}" for x in TABLE_2[4096]]
+
+
+def test_retnet_has_the_decays_that_post_ran_it_with():
+    """fla's RetNet, 1 − 2^(−5−j), and not Appendix E's, from which it differs at the 8 heads of the state of 32k."""
+    experiment = EXPERIMENTS["post-mqar"]()
+    for state, heads in (("64k", 4), ("32k", 8)):
+        config = experiment.model(f"retnet:{state}", experiment.settings_at("paper", {}))
+        options = {name: config.mixer_options[name] for name in ("num_heads", "decay")}
+        assert options == {"num_heads": heads, "decay": "retnet_paper"}
+    rates = decay.build("retnet_paper", num_heads=8, head_dim=64, granularity="scalar").rates()
+    assert (-rates).exp().tolist() == pytest.approx([1 - 2.0 ** (-5 - j) for j in range(8)])

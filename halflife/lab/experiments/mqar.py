@@ -27,7 +27,8 @@ class MQARSettings(TaskSettings):
     tie_embeddings: bool = False
     initializer_range: float = 1.0  # with small embeddings, recall appears later (docs/log.md)
     embedding_dropout: float = 0.0
-    # whether the models are those of zoology, PoST's framework: RetNet has RoPE, and Gated DeltaNet no output gate
+    # whether the models are those of zoology, PoST's framework: RetNet has RoPE and fla's decays, and Gated DeltaNet no
+    # output gate
     zoology: bool = False
 
 
@@ -126,6 +127,8 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         equal_state["conv_size"] = 4
     if base == "retnet" and not settings.zoology and not {"rope", "lrpe", "rope_released"} & set(modifiers):
         equal_state["position"] = "none"
+    if base == "retnet" and settings.zoology and not modifiers:
+        equal_state["decay"] = "retnet_paper"  # fla's, which zoology has; it differs from 8 heads on
     if base == "gated_deltanet" and settings.zoology:
         equal_state["gate"] = "none"
     if mixer not in ("attention", "fox"):
@@ -165,7 +168,9 @@ class PostMQAR(MQARExperiment):
     are those of the released configuration.
 
     Departures: examples are drawn anew in each epoch. Weights other than embeddings start as ours. The learning rate is
-    selected, and not the checkpoint as in the paper.
+    selected, and not the checkpoint as in the paper. Norms are the paper's RMSNorm, but LayerNorm in RWKV-7, as
+    released. The released GLA, RetNet and Gated DeltaNet have LayerNorm too, and zoology's block without an MLP adds a
+    norm of the residual stream to it after each of their layers.
     """
 
     scales: ClassVar = {
