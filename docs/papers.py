@@ -68,6 +68,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("batch_size", 128),
         Row("weight_decay", 0.01),
         Row("warmup", 128 / 4000, "128 steps"),
+        Row("schedule", "linear", "linear decay to 0"),
         Row("bf16", True),
     ),
     "echo-transfer": (

@@ -1,5 +1,7 @@
 """GateRank as its paper prints it: Eqs. 8 and 10 to 12 against literal token loops, in float64."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import assert_close, assert_raises, assert_streams, cases
@@ -11,6 +13,7 @@ from halflife.layers.memory.gate_rank import SlowGate
 from halflife.ops import gate_rank
 from halflife.packing import Packing
 
+DOCS = Path(__file__).parent.parent / "docs"
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
 
 
@@ -81,6 +84,15 @@ def test_printed_gate():
             conv = sum(gate.slow_gate.taps[0, 3 - i] * f[b, t - i] for i in range(4) if t >= i)
             expected = -gate.slow_gate.A_log.exp() * conv.clamp(min=0)
             assert_close(g[b, t], expected.expand(4), 1e-12)
+
+
+def test_what_a_reset_keeps_at_mamba2s_rates():
+    """The page has the median over gates and tokens. Gates of 4,000 draws of A stand for one gate a layer."""
+    gate = SlowGate(4000, 0.5, 4, rate_start="uniform_1_16")
+    g, _ = gate(torch.randn(1, 30, 4000), None, Packing(1, 30))
+    assert (g != 0).float().mean().item() == pytest.approx(0.5, abs=0.01)
+    kept = g[g != 0].exp().median().item()
+    assert f"keep {kept:.0%} of".replace("%", " %") in (DOCS / "gate-rank.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["mamba2+gate_rank", "gated_deltanet+gate_rank"])
