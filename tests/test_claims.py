@@ -9,6 +9,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import cases
@@ -241,6 +242,55 @@ def test_contradictions_are_computed():
         assert [float(x.replace("−", "-")) for x in said.groups()] == pytest.approx(gains, abs=0.05 + 1e-9), size
     sizes = [4 * 12 * 2 * (2 * r**2 + 64 * r + r) / 1000 for r in (56, 48)]
     assert "{:.0f} or {:.0f} kB".format(*sizes) in claims.SLIPS
+    by_tpe = sorted(
+        VARIANTS[f"scalar/{row}"].paper - VARIANTS[f"tpe/{row}"].paper for row in ("mamba2", "gla", "hgrn2", "tnl-l")
+    )
+    assert f"others by {by_tpe[0]:.3f} to {by_tpe[-1]:.3f}," in claims.SLIPS
+    by_vector = VARIANTS["scalar/mamba2"].paper - VARIANTS["vector/mamba2"].paper
+    assert f"that of Mamba-2 by {by_vector:.3f}." in claims.SLIPS
+
+
+def test_rules_on_losses_are_true_of_the_papers_own(monkeypatch):
+    """At 160M (Tables 6, 8, 9), where TPE alone contradicts its statement, and TNL with TPE has no loss."""
+
+    def printed(files, variant, base):
+        return np.full((2, 3), (VARIANTS[variant].paper or np.nan) - VARIANTS[base].paper)
+
+    monkeypatch.setattr(claims.Files, "loss_above", printed)
+    failing, read = [], 0
+    for claim in EVERY:
+        files = claims.Files()
+        known = files.names()
+        if not any("loss_above" in each for each in (*claim.rules, *claim.names.values())):
+            continue
+        for name, expression in claim.names.items():
+            known[name] = claims._evaluate(expression, files, known)
+        failing += [rule for rule in claim.rules if not claims._evaluate(rule, files, known)]
+        read += len(claim.rules)
+    assert read > 25
+    assert len(failing) == 1
+    assert "in tpe" in failing[0]
+
+
+def test_statements_on_simple_decay_read_every_start():
+    every = {f"simple/{p}" for p in (0.8, 0.9, 0.95, 0.99)}
+    read = {claim.where for claim, reading in readings() if every <= set(reading.models)}
+    assert {"§5.5, Eq. 4", "§5.5, Table 3", "§5.5"} <= read
+
+
+@cases("before, after, expected", (0.9, 0.7, "holds"), (0.5, 0.3, "holds in part"))
+def test_layers_above_are_counted(monkeypatch, before, after, expected):
+    """That fewer layers of GLA are above 0.8 does not follow from smaller medians."""
+    medians = {"vector/gla": before, "share/gla": after, "vector/lightnet": 0.97, "share/lightnet": 0.99}
+    monkeypatch.setattr(claims.Files, "decays", lambda files, row, when="trained": np.full((2, 3), medians[row]))
+    (claim,) = (claim for claim in EVERY if claim.says.startswith("With shared keys fewer layers of GLA"))
+    assert claims.read(claim).verdict == expected
+
+
+def test_the_rank_that_is_learned_has_more_than_two_values():
+    """Else the statement would follow from two others, the rank of one state and that of several segments."""
+    (claim,) = (claim for claim in PAPERS["GateRank"] if claim.says.startswith("The rank of the mask is learned"))
+    assert claims.read(claim).verdict == "holds in part"
 
 
 def test_commands_parse():
