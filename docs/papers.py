@@ -112,7 +112,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("action_mask", True),
     ),
     "post-lm": (
-        Row("text", FINEWEB_EDU),
+        Row("text", SAMPLE_10BT, "FineWeb-Edu; released"),
         Row("tokenizer", "meta-llama/Llama-3.1-8B", "Llama-3.1"),
         Row("vocab_size", 128_256),
         Row("size", "post-180m", "Table 5: 24 layers of width 768, tied"),

@@ -24,8 +24,9 @@ class PostSettings(LanguageSettings):
 
 
 PAPER = PostSettings(
-    **language.LARGE, size="post-180m", text=(FINEWEB_EDU,), tokenizer="meta-llama/Llama-3.1-8B", vocab_size=128_256,
-    train_length=2048, batch_size=256, steps=7_629, learning_rate=6e-4, floor=1e-5 / 6e-4, warmup=0.01,
+    **language.LARGE, size="post-180m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="meta-llama/Llama-3.1-8B",
+    vocab_size=128_256, train_length=2048, batch_size=256, steps=7_629, learning_rate=6e-4, floor=1e-5 / 6e-4,
+    warmup=0.01,
 )  # fmt: skip
 PAIRS = ("mamba2", "rwkv7", "gated_deltanet")
 ENDS = {"mamba2": "", "gated_deltanet": "-delta"}  # base → what its size is called after that of Mamba-2
