@@ -161,6 +161,18 @@ def _squared(channels: int) -> list[Tensor]:
     return [rwkv7.relu_square(leaf(BATCH, LENGTH, channels))]
 
 
+def _ranks(heads: int, key: int, rank: int) -> Any:
+    """The products and the output of Mamba-3 MIMO, of values with 64 channels."""
+    from halflife.ops import trapezoid
+
+    q, k, before = (leaf(BATCH, LENGTH, rank, heads, key) for _ in range(3))
+    v_before, v, z = (leaf(BATCH, LENGTH, heads, 64) for _ in range(3))
+    gains = [weight(BATCH, LENGTH, heads) for _ in range(2)]
+    later, now = trapezoid.mimo_products(q, k, before, *gains, weight(heads))
+    y, weights = leaf(BATCH, LENGTH, rank, heads, 64), [weight(rank, heads, 64) for _ in range(3)]
+    return [trapezoid.mimo_output(y, later, now, v_before, v, z, *weights)]
+
+
 def _angles(per_head: bool, packed: bool = False) -> Any:
     from halflife.ops import trapezoid
     from halflife.packing import Packing
@@ -236,5 +248,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "mamba3": lambda: _trapezoid(32, 128, 32),
     "mamba3, packed": lambda: _trapezoid(32, 128, 32, packed=True),
     "mamba3_mimo": lambda: _trapezoid(32, 128, 32, rank=4),
+    "mamba3_mimo, ranks": lambda: _ranks(32, 128, 4),
     "mamba3_echo": lambda: _trapezoid(8, 16, 8, normed=False),
 }

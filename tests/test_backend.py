@@ -219,6 +219,8 @@ def test_info_says_why_not(monkeypatch):
         "trapezoid_weights",
         "trapezoid_keys",
         "trapezoid_output",
+        "mimo_products",
+        "mimo_output",
     }
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}

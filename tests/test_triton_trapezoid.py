@@ -13,9 +13,9 @@ if sys.platform != "linux":
 from test_triton_passes import DEVICE, DTYPES, check, strided
 
 from halflife import layers
-from halflife.layers.memory.mimo import MIMO
 from halflife.ops import trapezoid
 from halflife.ops.backends import triton
+from halflife.ops.backends.triton.mimo import ranks
 from halflife.ops.backends.triton.passes import angles, weights
 from halflife.ops.backends.triton.passes import trapezoid as kernels
 from halflife.packing import Packing
@@ -27,7 +27,7 @@ BOUNDS = [None, [0, 1, 1, 3, 12, 21]]
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
     """A program then has few tokens, so that tiles are many and the last one is not full."""
-    for module in (angles, weights, kernels):
+    for module in (angles, weights, kernels, ranks):
         monkeypatch.setattr(module, "TILE", 128)
 
 
@@ -116,6 +116,37 @@ def test_outputs(dtype, gated, skips, length):
     check(run, tensors, dtype, wide=("dot", "gain", "skip"))
 
 
+@crossed(strength=1, dtype=DTYPES, rank=[2, 1, 3], size=[5, 16], length=[5, 0])
+def test_products_of_ranks(dtype, rank, size, length):
+    draw = generator(rank)
+    sizes = dict.fromkeys(("q", "k", "before"), (2, length, rank, 2, size))
+    sizes |= {"weight": (2, length, 2), "gain": (2, length, 2), "skip": (2,)}
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in sizes.items()}
+
+    def run(backend, q, k, **others):
+        return trapezoid.mimo_products(strided(q.flatten(2)).view_as(q), k, **others, backend=backend)
+
+    check(run, tensors, dtype, wide=("weight", "gain", "skip"))
+
+
+@crossed(strength=1, dtype=DTYPES, rank=[2, 1, 3], size=[5, 16], length=[5, 0])
+def test_outputs_of_ranks(dtype, rank, size, length, monkeypatch):
+    """A program goes over several tiles, of which the last one is not full."""
+    monkeypatch.setattr(ranks, "PROGRAMS", 2)
+    monkeypatch.setattr(ranks, "OF_OUTPUTS", 64)
+    draw = generator(rank)
+    sizes = {"y": (2, length, rank, 2, size)} | dict.fromkeys(("before", "x", "z"), (2, length, 2, size))
+    sizes |= dict.fromkeys(("later", "now"), (2, length, 2, rank, rank))
+    sizes |= dict.fromkeys(("values", "gates", "outputs"), (rank, 2, size))
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in sizes.items()}
+
+    def run(backend, y, x, z, **others):
+        z = strided(z.flatten(2)).unflatten(2, z.shape[2:])
+        return [trapezoid.mimo_output(y, x=x, z=z, **others, backend=backend)]
+
+    check(run, tensors, dtype, wide=("later", "now", "values", "gates", "outputs"))
+
+
 def test_long_sums_of_angles_lose_nothing():
     """A thousand turns in float32 stay exact, as in `test_mamba3`."""
     step, rate = 0.4 * torch.rand(1, 3000, 1), torch.randn(1, 3000, 3)
@@ -148,7 +179,7 @@ def test_layers(name, bounds, cut):
         for part in layer.modules():
             for kind in ("backend", "pass_backend"):
                 if hasattr(part, kind):
-                    setattr(part, kind, "chunked" if isinstance(part, MIMO) else backend)
+                    setattr(part, kind, backend)
         given = x.to(next(layer.parameters())).requires_grad_()
         places = None if bounds is None else bounds.to(given.device)
         y, state = layer(given, None, places)
@@ -165,6 +196,7 @@ def test_layers(name, bounds, cut):
 
 
 X = torch.randn(2, 3, 4)
+ROWS = torch.randn(2, 3, 2, 4, 5)
 PARAMETERS = torch.randn(2), torch.randn(4, 2), torch.randn(2), torch.randn(4, 2)
 GIVEN = {
     "running_angles": (X[..., :2], X, torch.randn(2, 2, 4, dtype=torch.float64), None, True),
@@ -173,6 +205,10 @@ GIVEN = {
         X, X + 1, X.unsqueeze(-1), X.unsqueeze(-1), *PARAMETERS, torch.randn(2, 4, 2), None, None, 1e-5, True,
     ),
     "trapezoid_output": (X.unsqueeze(-1), X.unsqueeze(-1) + 1, X + 2, X - 1, X[0, 0], X - 2),
+    "mimo_products": (ROWS, ROWS + 1, ROWS - 1, X, X + 2, X[0, 0]),
+    "mimo_output": (
+        ROWS, ROWS[:, :, 0], ROWS[:, :, 1], ROWS[:, :, 1] + 1, *torch.randn(2, 2, 3, 4, 2, 2), *torch.randn(3, 2, 4, 5),
+    ),
 }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""Passes of a layer over memory: norms with their gates, SwiGLU, scaled heads, rotations and the output of MIMO.
+"""Passes of a layer over memory: norms with their gates, SwiGLU, scaled heads and rotations.
 
 Each is an op whose definition is an expression of torch. Where the native kernels are built, and on CUDA devices, it
-runs as one pass over memory, forward and backward (csrc/norms.cpp, gates.cpp and mimo.cpp in `backends/native`, and
+runs as one pass over memory, forward and backward (csrc/norms.cpp and gates.cpp in `backends/native`, and
 `backends/triton/passes`). `backend` is "auto", "native", "triton", or "chunked" or "reference" for the expression.
-Those of RWKV-7 are in `ops/rwkv7.py`.
+Those of RWKV-7 are in `ops/rwkv7.py`, and those of Mamba-3 in `ops/trapezoid`.
 """
 
 from __future__ import annotations
@@ -271,54 +271,3 @@ def _fused_rotate(x: Tensor, cos: Tensor, sin: Tensor, op: Any = native.op) -> T
 
 define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P", constants=["cos", "sin"])
 _pass("rotate", lambda x, cos, sin: turned(x, cos.unsqueeze(-2), sin.unsqueeze(-2)), _fused_rotate, 1)
-
-
-def mimo_output(
-    y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, z: Tensor,
-    values: Tensor, gates: Tensor, outputs: Tensor, backend: str = "auto",
-) -> Tensor:  # fmt: skip
-    """The output of Mamba-3 MIMO, `Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z) [B, T, H, V]`, with the u_r of `add_ranks`.
-
-    Source: Lahoti et al. 2026, "Mamba-3".
-
-    Args:
-        y, later, now, before, x, values: as in `add_ranks`.
-        z: `[B, T, H, V]`.
-        gates, outputs: w^z and w^o `[R, H, V]`.
-        backend: see the top of the module.
-    """
-    return run_pass("mimo_output", backend, (y, before, x, z, later, now, values, gates, outputs))
-
-
-def _mimo_output(
-    y: Tensor, before: Tensor, x: Tensor, z: Tensor, later: Tensor, now: Tensor, values: Tensor, gates: Tensor,
-    outputs: Tensor,
-) -> Tensor:  # fmt: skip
-    y = add_ranks(y, later, now, before, x, values)
-    return (outputs.to(x.dtype) * y * F.silu(gates.to(x.dtype) * z.unsqueeze(2))).sum(2)
-
-
-def _native_mimo_output(y: Tensor, before: Tensor, x: Tensor, z: Tensor, *weights: Any) -> Tensor:
-    later, now, values, gates, outputs = (weight.float() for weight in weights)
-    return native.op("mimo_output")(y, later, now, before, x, z, values, gates, outputs)
-
-
-define(
-    "mimo_output", y="B T R H V", before="B T H V", x="B T H V", z="B T H V", later="B T H R R", now="B T H R R",
-    values="R H V", gates="R H V", outputs="R H V",
-)  # fmt: skip
-implements_pass("mimo_output", _mimo_output, native=(_native_mimo_output, native.why_not_matrices(4)))
-
-
-def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:
-    """`u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x)`, `[B, T, R, H, V]`, in the dtype of x.
-
-    Args:
-        y: `[B, T, R, H, V]`.
-        later, now: A and B `[B, T, H, R, R]`.
-        before, x: x', the value of the token before, and x `[B, T, H, V]`.
-        values: w^x `[R, H, V]`.
-    """
-    for weights, one in ((later, before), (now, x)):  # x stands outside the sum
-        y = y + torch.einsum("bthrs,shv->btrhv", weights.to(x.dtype), values.to(x.dtype)) * one.unsqueeze(2)
-    return y

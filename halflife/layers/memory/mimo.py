@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import State
-from halflife.ops import fused
+from halflife.ops import trapezoid
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module
 
@@ -71,18 +71,16 @@ class MIMO(Float32Module):
             gain=weight.unsqueeze(2).expand(-1, -1, rank, -1).flatten(1, 2), scale=1, **options,
         )  # fmt: skip
 
-        q, k, k_before = (part.to(room).unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, k_before))
-        later = weight[..., None, None] * (q @ k_before.transpose(-1, -2)).triu(1)  # [B, T, H, R, R]
-        now = gain[..., None, None] * (q @ k.transpose(-1, -2))
-        now = now + skip[:, None, None].to(now) * torch.eye(rank, device=now.device, dtype=now.dtype)
+        queries, keys, keys_before = (part.unflatten(2, (rank, -1)) for part in (q, k, k_before))
+        later, now = trapezoid.mimo_products(queries, keys, keys_before, weight, gain, skip, self.pass_backend)
         y = y.unflatten(1, (-1, rank))
         if norm is None:
-            y = fused.mimo_output(
+            y = trapezoid.mimo_output(
                 y, later, now, v_before.to(room), v.to(room), z.to(room), self.values, self.gates, self.outputs,
                 self.pass_backend,
             )  # fmt: skip
         else:  # all heads of one of the R outputs in a row
-            y = fused.add_ranks(y, later, now, v_before.to(room), v.to(room), self.values)
+            y = trapezoid.add_ranks(y, later, now, v_before.to(room), v.to(room), self.values)
             z = self.gates.to(v.dtype) * z.unsqueeze(2)
             y = (self.outputs.to(v.dtype) * norm(y.flatten(3), z.flatten(3)).view_as(y)).sum(2)
 

@@ -1,4 +1,4 @@
-"""Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, and outputs.
+"""Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, outputs, and MIMO.
 
 Each is an expression of torch, and one launch on a CUDA device (`backends/triton/passes/angles.py` and `trapezoid.py`).
 `packing` says where sequences lie (None: in rows), and a `first` tensor is what the state kept of the token before
@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements_pass, run_gpu_pass
+from halflife.ops.backends import native, triton
+from halflife.ops.backends.dispatch import implements_pass, run_gpu_pass, run_pass
 from halflife.ops.chunked.layout import make_layout
 from halflife.ops.fused import launch, turned
 from halflife.ops.spec import define
 from halflife.packing import Packing
-from halflife.precision import compute_dtype, wide
+from halflife.precision import ROOMY, compute_dtype, wide
 
 
 def _packed(packing: Packing | None, x: Tensor) -> Packing:
@@ -197,6 +197,81 @@ def _output(o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None
     return y if z is None else y * F.silu(z.to(y.dtype))
 
 
+def mimo_products(
+    q: Tensor, k: Tensor, before: Tensor, weight: Tensor, gain: Tensor, skip: Tensor, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """What query r of a token reads of its own values: A for those of the token before, and B for those of its own.
+
+        A_rs = w q_r · k'_s for s > r, else 0,   B_rs = γ q_r · k_s, and + D for r = s
+
+    The rows up to r of the token before are in the state already. Source: Lahoti et al. 2026, "Mamba-3".
+
+    Args:
+        q, k, before: queries, keys and k', the keys of the token before, `[B, T, R, H, K]`.
+        weight, gain: w and γ `[B, T, H]`, float32 or wider.
+        skip: D `[H]`.
+        backend: see the top of the module.
+
+    Returns:
+        A and B `[B, T, H, R, R]`, float32 or wider.
+    """
+    return run_gpu_pass("mimo_products", _mimo_products, backend, (q, k, before, weight, gain, skip))
+
+
+def _mimo_products(
+    q: Tensor, k: Tensor, before: Tensor, weight: Tensor, gain: Tensor, skip: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, before = (x.to(ROOMY[x.dtype]).transpose(2, 3) for x in (q, k, before))
+    later = weight[..., None, None] * (q @ before.transpose(-1, -2)).triu(1)
+    now = gain[..., None, None] * (q @ k.transpose(-1, -2))
+    rank = torch.eye(q.shape[3], device=now.device, dtype=now.dtype)
+    return later, now + skip[:, None, None].to(now) * rank
+
+
+def mimo_output(
+    y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, z: Tensor,
+    values: Tensor, gates: Tensor, outputs: Tensor, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """The output of Mamba-3 MIMO, `Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z) [B, T, H, V]`, with the u_r of `add_ranks`.
+
+    Source: Lahoti et al. 2026, "Mamba-3".
+
+    Args:
+        y, later, now, before, x, values: as in `add_ranks`.
+        z: `[B, T, H, V]`.
+        gates, outputs: w^z and w^o `[R, H, V]`.
+        backend: see the top of the module.
+    """
+    return run_pass("mimo_output", backend, (y, before, x, z, later, now, values, gates, outputs))
+
+
+def _mimo_output(
+    y: Tensor, before: Tensor, x: Tensor, z: Tensor, later: Tensor, now: Tensor, values: Tensor, gates: Tensor,
+    outputs: Tensor,
+) -> Tensor:  # fmt: skip
+    y = add_ranks(y, later, now, before, x, values)
+    return (outputs.to(x.dtype) * y * F.silu(gates.to(x.dtype) * z.unsqueeze(2))).sum(2)
+
+
+def _native_mimo_output(y: Tensor, before: Tensor, x: Tensor, z: Tensor, *weights: Any) -> Tensor:
+    later, now, values, gates, outputs = (weight.float() for weight in weights)
+    return native.op("mimo_output")(y, later, now, before, x, z, values, gates, outputs)
+
+
+def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:
+    """`u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x)`, `[B, T, R, H, V]`, in the dtype of x.
+
+    Args:
+        y: `[B, T, R, H, V]`.
+        later, now: A and B `[B, T, H, R, R]`.
+        before, x: x', the value of the token before, and x `[B, T, H, V]`.
+        values: w^x `[R, H, V]`.
+    """
+    for weights, one in ((later, before), (now, x)):  # x stands outside the sum
+        y = y + torch.einsum("bthrs,shv->btrhv", weights.to(x.dtype), values.to(x.dtype)) * one.unsqueeze(2)
+    return y
+
+
 define(
     "running_angles", step="B T H", rate="B T P | B T H P", first="B H P | None",
     settings={"bounded": True, "packing": None},
@@ -213,13 +288,20 @@ define(
 define(
     "trapezoid_output", o="B T H V", v="B T H V", dot="B T H", gain="B T H", skip="H | None", z="B T D | None",
 )  # fmt: skip
+define(
+    "mimo_products", q="B T R H K", k="B T R H K", before="B T R H K", weight="B T H", gain="B T H", skip="H"
+)  # fmt: skip
+define(
+    "mimo_output", y="B T R H V", before="B T H V", x="B T H V", z="B T H V", later="B T H R R", now="B T H R R",
+    values="R H V", gates="R H V", outputs="R H V",
+)  # fmt: skip
 
 
 def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
     """The `why_not` of the Triton kernels, which have all channels of a head in one program; φ may be float64."""
     if tensors is not None:
-        heads = {"running_angles": tensors[1:2], "trapezoid_keys": tensors[2:6:3], "trapezoid_output": tensors[1:2]}
-        size = max([1, *(x.shape[-1] for x in heads.get(op, ()) if x is not None)])
+        heads = {"running_angles": tensors[1:2], "trapezoid_keys": tensors[2:6:3]}.get(op, tensors[:1])
+        size = max([1, *(x.shape[-1] for x in heads if x is not None)])
         if op == "trapezoid_keys" and tensors[5] is None:
             size = max(size, tensors[0].shape[-1] // tensors[3].shape[2])
         if size > triton.SIZES[-1]:
@@ -240,3 +322,8 @@ for _op, _expression, _count in (
 ):  # fmt: skip
     implements_pass(_op, _expression, triton=(partial(_launch, _op, _count), _why_not))
 implements_pass("trapezoid_output", _output, triton=(partial(launch, "trapezoid_output"), _why_not))
+implements_pass("mimo_products", _mimo_products, triton=(partial(launch, "mimo_products"), _why_not))
+implements_pass(
+    "mimo_output", _mimo_output, native=(_native_mimo_output, native.why_not_matrices(4)),
+    triton=(partial(launch, "mimo_output"), _why_not),
+)  # fmt: skip

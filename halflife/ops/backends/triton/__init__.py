@@ -102,7 +102,7 @@ def load() -> None:
         "angles", "weights", "trapezoid",
     )  # fmt: skip
     koopman, passes = ("koopman", "koopman_sums", "koopman_token"), (f"passes.{name}" for name in passes)
-    for name in ("op", "step", "laws", "post", *koopman, *passes, "dplr.rwkv7_maps", "dplr.rwkv7_token"):
+    for name in ("op", "step", "laws", "post", *koopman, *passes, "mimo.ranks", "dplr.rwkv7_maps", "dplr.rwkv7_token"):
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 

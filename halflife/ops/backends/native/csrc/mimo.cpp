@@ -1,4 +1,4 @@
-// The output of Mamba-3 MIMO (`mimo_output` in halflife/ops/fused.py), with R values, gates and outputs a head:
+// The output of Mamba-3 MIMO (`mimo_output` in halflife/ops/trapezoid), with R values, gates and outputs a head:
 //
 //   u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x),   out = Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z)
 //

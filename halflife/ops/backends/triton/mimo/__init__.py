@@ -1,0 +1,1 @@
+"""Mamba-3 MIMO: heads with several queries, keys and outputs."""
