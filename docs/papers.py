@@ -134,7 +134,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "decay-lm": (
         Row("text", SAMPLE_10BT, "fineweb-edu-10B"),
         Row("tokenizer", "gpt2", "GPT2-Tokenizer"),
-        Row("vocab_size", 50_257, "GPT-2's"),
+        Row("vocab_size", 50_432, "GPT-2's; padded as released"),
         Row("size", "decay-160m", "Table 5: 12 layers of width 768, 12 heads"),
         Row("train_length", 2048),
         Row("batch_size", 256, "Table 5: 32 on 8 GPUs"),

@@ -221,7 +221,7 @@ def test_dry_runs_write_nothing(tmp_path, monkeypatch, capsys, refused):
     assert f"{7 * 128 * 32:,}" in capsys.readouterr().out
     train = ["train", "gla", "--data", "hf:owner/name", "--tokens", "4M", "--dry-run"]
     main([*train, "--size", "decay-160m", "--tokenizer", "owner/tokenizer"])
-    assert "vocab_size: 50257" in capsys.readouterr().out
+    assert "vocab_size: 50432" in capsys.readouterr().out
     assert "no tokenizer 'owner/tokenizer'" in refused(*train, "--tokenizer", "owner/tokenizer")
     assert "nowhere.txt" in refused("train", "gla", "--data", "nowhere.txt", "--dry-run")
     assert list(tmp_path.iterdir()) == []

@@ -26,8 +26,11 @@ COUNTS = [
     ("vector/mamba2", "simple", {"decay": "mamba2", **VECTOR}, (0.16, 0.42, 1.45)),
     ("vector/hgrn2", "simple", {"decay": "hgrn2", **VECTOR}, (0.16, 0.42, 1.45)),
     ("share/gla", "simple", {"decay": "gla", **VECTOR, "share_keys": True}, (0.16, 0.41, 1.45)),
+    ("share/hgrn2:released", "simple", {"decay": "hgrn2_released", **VECTOR, "share_keys": True}, (0.16, 0.41, 1.45)),
     ("simple", "simple", {}, (0.16, 0.42, 1.45)),
+    ("scalar/gla", "simple", {"decay": "gla", **SCALAR}, (0.16, 0.42, 1.45)),
     ("scalar/tnl", "tnl", {}, (0.16, 0.41, 1.45)),
+    ("tpe/tnl", "tnl+tpe_released", {}, (0.16, 0.42, 1.45)),
     ("dplr/none", "simple", {"decay": None, **SCALAR, "update": "dplr"}, (0.16, 0.42, 1.45)),
     ("llama", "llama", {}, (0.16, 0.41, 1.44)),
 ]
@@ -35,9 +38,9 @@ COUNTS = [
 
 @pytest.mark.parametrize(("preset_name", "options", "published"), [c[1:] for c in COUNTS], ids=[c[0] for c in COUNTS])
 def test_parameters_of_the_decay_paper(preset_name, options, published):
-    """The counts agree to the two digits that the paper prints; for 0.42, 0.4150 less a thousandth is accepted."""
+    """The counts are those that the paper prints, to two digits. With 50,257 tokens those of 0.42 B would be 0.41."""
     for size, count in zip(DECAY, published, strict=True):
-        assert billions(size, preset_name, **options) == pytest.approx(count, abs=0.0055)
+        assert round(billions(size, preset_name, **options), 2) == count
 
 
 def test_vector_dplr_is_smaller_than_the_papers():

@@ -18,7 +18,7 @@ class PresetSizes(NamedTuple):
         return self.num_heads or max(1, expand * self.hidden_size // head_dim)
 
 
-DECAY = {"vocab_size": 50257, "tie_embeddings": False}
+DECAY = {"vocab_size": 50_432, "tie_embeddings": False}
 ECHO = {"vocab_size": 32_000, "tie_embeddings": True}
 POST = {"vocab_size": 128_256, "tie_embeddings": True}
 GATE_RANK = {"hidden_size": 1536, "vocab_size": 32_000, "tie_embeddings": False}
@@ -26,8 +26,8 @@ GATE_RANK = {"hidden_size": 1536, "vocab_size": 32_000, "tie_embeddings": False}
 # Arguments of `preset(name, **SIZES["decay-160m"])`.
 SIZES: dict[str, dict[str, Any]] = {
     # Source: Decay, Table 5, with GPT-2's tokenizer. The table does not give the width of the GLU, and does not say
-    # whether the head is tied. The parameter counts fit an untied head and a GLU of width 8/3 · hidden_size, rounded up
-    # to a multiple of 256.
+    # whether the head is tied. The parameter counts fit an untied head and a GLU of width 8/3 · hidden_size. That width
+    # and the 50,257 tokens are rounded up to multiples of 256, the tokens as in the released code.
     "decay-160m": {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "intermediate_size": 2048, **DECAY},
     "decay-410m": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 2816, **DECAY},
     "decay-1.45b": {"num_layers": 24, "hidden_size": 2048, "num_heads": 32, "intermediate_size": 5632, **DECAY},

@@ -13,7 +13,7 @@ from halflife.lab.experiments.language_models import base as language
 from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment
 
 PAPER = DecayDesignSettings(
-    **language.LARGE, size="decay-160m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="gpt2", vocab_size=50_257,
+    **language.LARGE, size="decay-160m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="gpt2", vocab_size=50_432,
     train_length=2048, batch_size=256, steps=20_000, learning_rate=3e-4, warmup=0.05,
     decay=0.1,
 )  # fmt: skip
