@@ -11,6 +11,7 @@ from test_spectra import noise
 
 from halflife import decay
 from halflife.analysis.koopman import Operator
+from halflife.decay import minimax
 from halflife.decay.minimax import geometric_rates, taper
 from halflife.lab.theory import correlations, spectra
 from halflife.lab.theory.normalization import FORMS, relative_energies
@@ -212,6 +213,17 @@ def test_the_gaps_of_rwkv7_are_those_of_the_layer():
     ends = [end.item() for gap in gaps for end in (gap.min() / gap.mean(), gap.max() / gap.mean())]
     assert post.rwkv7_gaps(16, 1000) == pytest.approx(ends, rel=1e-5)
     assert max(ends[0], ends[2]) < 0.75
+
+
+def test_free_rates_beat_the_best_geometric_ones():
+    """The weights of the fit have the error at every position, and no end points of geometric rates do better."""
+    rates = torch.tensor(post.FREE_RATES[6], dtype=torch.float64)
+    t = torch.arange(1, post.LENGTH + 1, dtype=torch.float64)
+    error = (t**-0.5 - torch.exp(-rates * t.unsqueeze(-1)) @ minimax.fit(rates, post.LENGTH).weights).abs().max().item()
+    ends = [(low / post.LENGTH, high) for low in (0.5, 1, 2, 4) for high in (0.5, 1, 2)]
+    geometric = min(minimax.minimax_error(geometric_rates(6, post.LENGTH, *pair), post.LENGTH) for pair in ends)
+    assert error == pytest.approx(8.17e-4, rel=0.01)
+    assert geometric > 3.5 * error
 
 
 def test_the_remainder_of_remark_4_6_is_cubic():

@@ -67,7 +67,8 @@ class SKA(DecayGate):
             in both directions, and has no state. The last two let information flow from future tokens.
         refresh: "chunk", or "token" for one operator per token.
         decode_refresh: the same for a call with a state and one token a sequence in evaluation mode; None means
-            `refresh`. The paper trains by chunk and decodes by token. The first token after a change begins a chunk.
+            `refresh`. The paper trains by chunk and decodes by token. Here a token reads the operator of those before
+            it; §3.5 may mean its own too. The first token after a change begins a chunk.
         normalization: "causal", "trace", "sequence" or "paper" (`ops.koopman_attention`). In the last two information
             flows from future tokens. With "token" every key and query is divided by its own norm (Remark 5).
         operator: "whitened", or "main_text" (`ops.koopman_attention`).

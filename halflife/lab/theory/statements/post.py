@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.analysis.model_spectrum import coherence
-from halflife.decay.minimax import geometric_rates, taper
+from halflife.decay.minimax import geometric_rates, minimax_error, taper
 from halflife.evaluation.memory import layer_states
 from halflife.lab.theory.approximation import adapted_rates
 from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
@@ -20,6 +20,13 @@ from halflife.precision import inverse_softplus
 
 CHANNELS, LENGTH, DRAWS = 16, 10_000, 200
 ANCHORS = torch.tensor([10, 100, 1000], dtype=torch.float64)
+# Rates with small errors at T = `LENGTH` and β = 0.5, from searches of Nelder and Mead that start at geometric rates.
+FREE_RATES = {
+    4: (0.0002481, 0.009665, 0.1126, 0.8298),
+    6: (9.735e-05, 0.001708, 0.01268, 0.06989, 0.3182, 1.309),
+    8: (6.356e-05, 0.0007782, 0.003934, 0.01628, 0.05966, 0.1993, 0.6171, 1.853),
+}
+BEST_ENDS = {4: (0.0006687, 0.6834), 6: (0.0001639, 0.9944), 8: (9.261e-05, 1.367)}  # of `best_endpoints` there
 RWKV7_SCALE = math.exp(-0.5)  # λ of §5.3
 PAIRS = ("mamba2", "gated_deltanet", "rwkv7", "gla", "retnet")
 
@@ -126,6 +133,21 @@ def octaves_of_fractional_noise(octaves: int = 9) -> list[float]:
     return [known[2 ** (i + 1)] - known[2**i] for i in range(octaves)]
 
 
+def free_rates() -> list[float]:
+    """Compare `FREE_RATES` with the geometric rates of the smallest error (Thm 4.7, necessity).
+
+    Returns:
+        The geometric error over the free one for 4, 6 and 8 channels; the least and the largest gap of the 8 free
+        log-rates over their mean; and the slopes of −log error from 4 to 8 channels, geometric and free.
+    """
+    free = {n: minimax_error(torch.tensor(rates, dtype=torch.float64), LENGTH) for n, rates in FREE_RATES.items()}
+    best = {n: minimax_error(geometric_rates(n, LENGTH, *ends), LENGTH) for n, ends in BEST_ENDS.items()}
+    gaps = torch.tensor(FREE_RATES[8], dtype=torch.float64).log().diff()
+    ends = (gaps.min() / gaps.mean()).item(), (gaps.max() / gaps.mean()).item()
+    slopes = (math.log(error[4] / error[8]) / 4 for error in (best, free))
+    return [*(best[n] / free[n] for n in FREE_RATES), *ends, *slopes]
+
+
 def remainder(anchor: Tensor) -> Tensor:
     """Return the bound of Prop. 4.5 at ζ(c) = 1 less the `1 − 1/(8 θ²)` of Remark 4.6, for θ `[n]`. It is 1/(8 θ³)."""
     return 1 / torch.cosh(torch.log1p(1 / anchor) / 2) - 1 + 1 / (8 * anchor**2)
@@ -196,6 +218,8 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
         "rwkv7 fastest": row("PoST, §5.3", "τ_C at t = 1 and t = T", NUMBER, [start[-1].item(), slowest[-1].item()]),
         "rwkv7 law": row("PoST, Remark 5.2", "τ_k(T) / (τ_k(1) T^α), slowest and middle channel", NUMBER,
             [(slowest / start / LENGTH**exponents)[k].item() for k in (0, CHANNELS // 2)]),
+        "free rates": row("PoST, Thm 4.7", "geometric / free error at N = 4, 6, 8; gaps at 8; slopes", NUMBER,
+            free_rates()),
         "rwkv7 gaps": row("PoST, §5.3, Cor. 5.1", "gaps of log-rates over their mean at t = 1 and t = T", NUMBER,
             rwkv7_gaps(CHANNELS, LENGTH)),
         "octaves of fractional noise": row("PoST, Conditions 3.2 and 3.5", "J(σ) in bits at σ = 1, 2, 4, …", NUMBER,
