@@ -67,6 +67,12 @@ def _norm(op: str, channels: int, *settings: Any, heads: int | None = None, gate
     return [getattr(fused, op)(first, *gates, *weights, *settings, **skip)]
 
 
+def _narrow_norm(channels: int) -> list[Tensor]:
+    from halflife.ops import fused
+
+    return [fused.rms_norm(leaf(BATCH, LENGTH, channels), leaf(channels), 1e-5)]
+
+
 def _added(channels: int) -> tuple[Tensor, Tensor]:
     from halflife.ops import fused
 
@@ -218,6 +224,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "gated_deltanet": lambda: _conv(3072, 4, unit=(2048, 64)),
     "kda 128": lambda: _conv(3072, 4, unit=(2048, 128)),
     "rms_norm 1024": lambda: _norm("rms_norm", 1024, 1e-5, gate=False),
+    "weights of 16 bits": lambda: _narrow_norm(1024),
     "add_rms_norm 1024": lambda: _added(1024),
     "rms_norm 8192": lambda: _norm("rms_norm", 8192, 1e-5, gate=False),
     "rms_norm_of_gated 2048": lambda: _norm("rms_norm_of_gated", 2048, 1, 1e-5, skip=True),

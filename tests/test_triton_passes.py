@@ -16,7 +16,7 @@ if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.triton.passes import convolution, keys, mixing, norms
+from halflife.ops.backends.triton.passes import convolution, keys, mixing, norms, rows
 from halflife.ops.backends.triton.passes import cross_entropy as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -159,6 +159,25 @@ def test_passes(name, dtype, shape, monkeypatch):
     """Norms of more than 16 channels with a skip read their inputs twice."""
     monkeypatch.setattr(norms, "WIDE", 16)
     check_pass(name, shape, dtype)
+
+
+@pytest.mark.parametrize("name", ["plain", "gated", "gated with skip", "heads"])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_parameters_of_16_bits(name, dtype):
+    """Their gradients are summed in float32."""
+    draw = generator(name)
+    tensors = {key: torch.randn(2, 3, 24, generator=draw) for key in "xz"} | {"w": 1 + torch.rand(24, generator=draw)}
+    check(lambda backend, x, z, w: [NORMS[name](x, z, w, None, backend=backend)], tensors, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (130, 2, 40), (0, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_programs(shape, dtype):
+    sums, narrow = torch.randn(shape, generator=generator(shape)).to(DEVICE), torch.zeros(1, dtype=dtype)
+    found = rows.gradient_of(sums, narrow, None)
+    assert found.dtype == dtype
+    assert_close(found.double(), sums.double().sum(0), 4 * WORST[dtype])
+    assert rows.gradient_of(sums, narrow, narrow.float()).dtype == torch.float32
 
 
 @crossed(strength=1, dtype=DTYPES, wide=[True, False], shape=[(2, 3, 24), (1, 5, 99), (1, 0, 24)], used=["both", 0, 1])

@@ -17,7 +17,7 @@ from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.rows import as_rows
+from halflife.ops.backends.triton.passes.rows import as_rows, gradient_of
 
 COLUMNS, ENTRIES = 64, 1024  # channels of a tile, and its tokens times channels
 MOST_PARTS = 3  # tensors that the outputs may be
@@ -274,7 +274,7 @@ def _convolve_backward(
             as_rows(dx, channels)[1], *_padded([dy.shape[2] for dy in dys], 0),
             W=width, BW=triton.next_power_of_2(width + 1), SILU=activated, UNITS=units, BR=rows, BC=columns,
         )  # fmt: skip
-    return dx, sums.sum(0), dstate
+    return dx, gradient_of(sums, weight, bias), dstate
 
 
 def _padded(given: list[Any], absent: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare, save_inputs
-from halflife.ops.backends.triton.passes.rows import contiguous, entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import contiguous, entries, gradient_of, rows_of_tokens
 
 TILE = 1024  # entries of a program at once
 PROGRAMS = 1024  # programs of a backward pass, at most, of all heads
@@ -156,7 +156,7 @@ def _keys_backward(
             *given, *contiguous(bias, unit, change, bonus), *douts, *[None] * (4 - len(douts)), dkey, drate, dr, sums,
             *size, *strides, sums.shape[1], tiles, **tile,
         )  # fmt: skip
-    return dkey, drate, dr, sums.sum(0)
+    return dkey, drate, dr, gradient_of(sums, bias, unit, change, bonus)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -232,7 +232,7 @@ def _values_backward(
         launch(_values_back_kernel, (blocks * size[1],))(
             *given, bias.contiguous(), dout, dv, dfirst, drate, sums, *size, *strides, tiles, **tile
         )
-    return dv, dfirst, drate, sums.sum(0)
+    return dv, dfirst, drate, gradient_of(sums, bias)
 
 
 def _values_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:

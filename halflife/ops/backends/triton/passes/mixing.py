@@ -16,7 +16,7 @@ from torch import Tensor
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.rows import contiguous, sum_dtype
+from halflife.ops.backends.triton.passes.rows import contiguous, gradient_of, sum_dtype
 from halflife.ops.backends.triton.segments import architecture
 
 MOST = 6  # outputs, for which the kernels have arguments
@@ -267,7 +267,7 @@ def _mixed_backward(
         )  # fmt: skip
     elif own and before is not None:
         dbefore = torch.zeros_like(before)
-    return dx, dbranch, dbefore, sums.sum(0)
+    return dx, dbranch, dbefore, gradient_of(sums, mu, weight, bias)
 
 
 def _given(x: Tensor, before: Tensor | None) -> tuple[list[Tensor | None], list[int], bool, dict[str, int]]:

@@ -21,7 +21,7 @@ from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
-from halflife.ops.backends.triton.passes.rows import as_rows, entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import as_rows, entries, gradient_of, rows_of_tokens
 
 GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3}
 TILE = 2048  # entries of a program at once
@@ -271,7 +271,7 @@ def _write_back(
             HEAD=1 if scale is None else channels // len(scale), TWICE=x is not None and columns > WIDE, BR=rows,
             BC=columns, num_warps=warps,
         )  # fmt: skip
-    return sums.sum(0) if kept else sums
+    return gradient_of(sums, weight, scale) if kept else sums
 
 
 def _of_group(weight: Tensor | None, size: int) -> int:

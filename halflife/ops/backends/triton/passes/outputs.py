@@ -15,7 +15,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.passes.keys import channels_of, numbers, tiles_of, tokens_of
-from halflife.ops.backends.triton.passes.rows import entries, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import entries, gradient_of, rows_of_tokens
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _output_backward(
             rows[0], s.contiguous(), *rows[1:], weight.contiguous(), bias.contiguous(), dout, do, ds, dv, dgate, sums,
             *size, *strides, eps, tiles, **tile,
         )  # fmt: skip
-    return do, ds, dv, dgate, sums.sum(0)
+    return do, ds, dv, dgate, gradient_of(sums, weight, bias)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.arguments import dense
+from halflife.ops.backends.triton.launch import launch
 
 
 @triton.jit
@@ -44,3 +45,28 @@ def evenly(x: Tensor) -> Tensor:
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
+
+
+@triton.jit
+@no_type_check
+def _sums_kernel(x, out, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    for start in range(0, rows, BR):
+        at = start + tl.arange(0, BR)
+        inside = (at < rows)[:, None] & (cols < columns)[None, :]
+        total += tl.load(x + at[:, None] * columns + cols[None, :], mask=inside, other=0.0)
+    tl.store(out + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < columns)
+
+
+def gradient_of(sums: Tensor, *parameters: Tensor | None) -> Tensor:
+    """The sum of what programs found, `[programs, …]` in float32, in the dtype of the parameters if they have one.
+
+    Torch's sum would need a cast after it for parameters of 16 bits.
+    """
+    dtypes = {x.dtype for x in parameters if x is not None}
+    if len(dtypes) != 1 or dtypes == {sums.dtype}:
+        return sums.sum(0)
+    out = sums.new_empty(sums.shape[1:], dtype=dtypes.pop())
+    launch(_sums_kernel, (triton.cdiv(out.numel(), 32),))(sums, out, len(sums), out.numel(), BR=64, BC=32)
+    return out
