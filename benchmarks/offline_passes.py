@@ -167,6 +167,12 @@ def _squared(channels: int) -> list[Tensor]:
     return [rwkv7.relu_square(leaf(BATCH, LENGTH, channels))]
 
 
+def _bounded(bound: bool) -> Any:
+    from halflife.ops import laws
+
+    return laws.bounded_decay(leaf(BATCH, LENGTH, 16, 64), weight(16, 64) if bound else None, True)
+
+
 def _ranks(heads: int, key: int, rank: int) -> Any:
     """The products and the output of Mamba-3 MIMO, of values with 64 channels."""
     from halflife.ops import trapezoid
@@ -249,6 +255,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),
     "rotate 128 in part": lambda: _rotated(8, 128, 16),
+    "bounded_decay": lambda: _bounded(True),
+    "bounded_decay, first layer": lambda: _bounded(False),
     "running_angles": lambda: _angles(False),
     "running_angles, packed": lambda: _angles(False, packed=True),
     "running_angles of heads": lambda: _angles(True),

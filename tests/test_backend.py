@@ -194,6 +194,7 @@ def test_info_says_why_not(monkeypatch):
     ours = {"linear_attention", "delta_rule", "dplr", "gate_rank", "ridge_attention", "koopman_attention"}
     ours |= {
         "log_decay",
+        "bounded_decay",
         "post_decay",
         "ordered_spectrum",
         "causal_conv1d",

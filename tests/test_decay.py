@@ -10,6 +10,7 @@ from helpers import assert_close, assert_raises, assert_same, assert_streams, ca
 
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST, SpectralDecay
+from halflife.ops import laws
 
 HEADS, CHANNELS, LAYER, LAYERS = 4, 3, 2, 5
 
@@ -143,6 +144,13 @@ def test_hgrn2_bound_grows_with_depth(granularity):
     for layer, bound in zip(layers[1:], bounds, strict=True):
         lowest = layer(torch.full((1, 1, *layer.shape), -50.0)).exp()
         assert (lowest >= bound * (1 - 1e-6)).all()
+
+
+def test_slow_decays_above_a_bound_keep_their_digits():
+    """log(γ + e^f) − log(1 + e^f) in float32 is 0 for f above 16."""
+    f, bound = torch.tensor([4.0, 8, 12, 16, 20]).expand(1, 1, 5), torch.full((5,), 0.3)
+    exact = torch.log1p(-0.7 * torch.sigmoid(-f.double()))
+    torch.testing.assert_close(laws.bounded_decay(f, bound)[0].double(), exact, rtol=4e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["tnl", "tnl_l", "tnl_released", "tnl_l_released"])

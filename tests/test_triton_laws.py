@@ -9,7 +9,7 @@ from helpers import assert_close, generator
 from pairwise import crossed
 
 from halflife import decay
-from halflife.ops.laws import SHAPES, Law, log_decay, ordered_spectrum
+from halflife.ops.laws import SHAPES, Law, bounded_decay, log_decay, ordered_spectrum
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
@@ -17,6 +17,7 @@ if sys.platform != "linux":
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton import laws as kernels
 from halflife.ops.backends.triton import post as spectra
+from halflife.ops.backends.triton.vector import bounded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
@@ -86,6 +87,40 @@ def test_small_and_large_activations(shape):
     want, wide = log_decay(f.double(), Law(shape), with_step=True, backend="reference")
     for x, y in ((got, want), (step, wide)):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=1e-37)
+
+
+@crossed(
+    strength=1, bound=[True, False], channels=[(5,), (4, 20), (100,)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16], with_key=[True, False], length=[40, 0],
+)  # fmt: skip
+def test_bounded_decays(bound, channels, dtype, with_key, length, monkeypatch):
+    """In programs of several tiles."""
+    monkeypatch.setattr(bounded, "PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "TILE", 128)
+    draw = generator(channels)
+    tensors = {"f": 3 * torch.randn(2, length, *channels, generator=draw).to(dtype)}
+    if bound:
+        tensors["bound"] = torch.rand(channels, generator=draw)
+
+    def run(backend):
+        return lambda f, bound=None: bounded_decay(torch.cat([f, f], 1)[:, :length], bound, with_key, backend)
+
+    narrow, wide = {"f": dtype, "bound": torch.float32}, dict.fromkeys(tensors, torch.float64)
+    got, want = with_gradients(tensors, narrow, run("triton")), with_gradients(tensors, wide, run("reference"))
+    assert_close(got, want, 4 * WORST[dtype])
+
+
+@pytest.mark.parametrize("bound", [None, 1e-30, 0.3, 0.999999])
+def test_small_and_large_activations_above_a_bound(bound):
+    """Slow decays have an error relative to themselves, and nothing overflows."""
+    f = torch.tensor([-120.0, -30, -15, -3, -1e-3, 0, 1e-3, 3, 15, 30, 60], device=DEVICE).expand(1, 3, 11)
+    f, least = f.clone().requires_grad_(), None if bound is None else torch.full((11,), bound, device=DEVICE)
+    both = []
+    for x, backend in ((f, "triton"), (f.double(), "reference")):
+        g, key = bounded_decay(x, None if least is None else least.to(x.dtype), True, backend)
+        both.append((g, key, *torch.autograd.grad(g.sum() + key.sum(), x)))
+    for x, y, least in zip(*both, (1e-37, 1e-37, 1e-12), strict=True):  # torch's softplus is linear above 20
+        torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=least)
 
 
 @crossed(strength=1, count=[2, 3, 17, 64], spread=[0.1, 3.0])
@@ -159,6 +194,7 @@ def test_as_custom_ops():
     given = (f, vector, vector, vector, torch.arange(1, 4), "softplus", 1.0, 0.0, None, True)
     torch.library.opcheck(torch.ops.halflife.triton_log_decay, given, test_utils=checks)
     triton.load()
+    torch.library.opcheck(torch.ops.halflife.triton_bounded_decay, (f, vector, True), test_utils=checks)
     given = (torch.zeros(1, requires_grad=True), vector, 4.0)
     torch.library.opcheck(torch.ops.halflife.triton_spectrum, given, test_utils=checks)
     spectrum = torch.zeros(1, requires_grad=True), vector[:3].detach().requires_grad_(), torch.arange(1, 4)

@@ -32,6 +32,7 @@ class DecayParts(NamedTuple):
     step: Tensor | None  # the step size (`Decay.step_size`), or None if the strategy has none or it was not asked for
     # computes the logarithm of PoST's factor on g (`PoST.log_stretch`); None without PoST
     log_stretch: Callable[[], Tensor] | None
+    key: Tensor | None = None  # the key under parameter sharing, where the pass that computes g has it
 
 
 class Decay(Float32Module):
@@ -179,7 +180,7 @@ class Decay(Float32Module):
         self, f: Tensor, parts: DecayParts, state: Tensor | None, cu_seqlens: Tensor | Packing | None
     ) -> Tensor:
         """The key under parameter sharing, `1 − λ`, in f's shape. `parts` are those of f; the rest is as in `scan`."""
-        return -torch.expm1(parts.g)
+        return -torch.expm1(parts.g) if parts.key is None else parts.key
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size by which a layer also scales its values. Only Mamba-2's decays have one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, Decay, DecayParts
 from halflife.initial import draws
+from halflife.ops.laws import Product, bounded_decay
 
 
 @DECAYS.add("hgrn2")
@@ -36,14 +38,26 @@ class HGRN2Decay(Decay):
         if self.bound_logits is not None:
             self.bound_logits.zero_()
 
-    def lower_bound(self) -> Tensor | None:
+    def lower_bound(self, shared: Any = None) -> Tensor | None:
         """γ of this layer, `[H]` or `[H, K]`, in (0, 1); None for 0."""
         if self.bound_logits is None:
             return None
         return self.bound_logits.softmax(0)[: self.layer_idx].sum(0)
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        return bounded(f, self.lower_bound())
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, f: Tensor | Product, *, parts: bool = False, with_step: bool = True, shared: Any = None,
+        then: Callable[[DecayParts], Any] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        if isinstance(f, Product):
+            f = F.linear(*f).unflatten(-1, self.shape)
+        self._check(f)
+        bound = self.lower_bound(shared)
+        g, key = bounded_decay(f, None if bound is None else bound.to(f.device), parts and with_step)
+        found = DecayParts(g, None, None, key)
+        return then(found) if then is not None else found if parts else g
+
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
+        return bounded_decay(f, self.lower_bound())[0]
 
 
 @DECAYS.add("hgrn2_released")
@@ -60,13 +74,6 @@ class ReleasedHGRN2Decay(HGRN2Decay):
     def has_logits(self) -> bool:
         return self.layer_idx == 0 and self.num_layers > 1
 
-    def forward(
-        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None,
-        parts: bool = False, shared: Any = None, **options: Any,
-    ) -> Tensor | DecayParts:  # fmt: skip
-        g = bounded(self._wide(f), self.lower_bound(shared))
-        return DecayParts(g, None, None) if parts else g
-
     def lower_bound(self, shared: Any = None) -> Tensor | None:
         if self.layer_idx == 0:
             if self.bound_logits is not None and shared is not None:
@@ -75,10 +82,3 @@ class ReleasedHGRN2Decay(HGRN2Decay):
             return None
         bounds = None if shared is None else shared.get("lower_bounds")
         return torch.full(self.shape, self.layer_idx / self.num_layers) if bounds is None else bounds[self.layer_idx]
-
-
-def bounded(f: Tensor, bound: Tensor | None) -> Tensor:
-    """log(γ + (1 − γ) σ(f)) for a lower bound γ, where None is 0."""
-    if bound is None:
-        return F.logsigmoid(f)
-    return torch.logaddexp(f, bound.to(f.device).log()) - F.softplus(f)  # (γ + e^f) / (1 + e^f)

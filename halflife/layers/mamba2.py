@@ -131,7 +131,7 @@ class Mamba2(HasMemory, Mixer):
         q, k = query.unflatten(-1, (self.num_groups, -1)), key.unflatten(-1, (self.num_groups, -1))
         if self.share_features:
             pass_features(shared, q, k, values)
-        g, step, log_stretch = self.decay(f, position=position, parts=True)
+        g, step, log_stretch, _ = self.decay(f, position=position, parts=True)
         if self.stretch_gain:
             step = step * log_stretch().exp()
         given = x, q, k, values, g, None, state, packing

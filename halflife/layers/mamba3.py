@@ -153,7 +153,7 @@ class Mamba3(HasMemory, Mixer):
         z, v, b, c, f, *a, trapezoid, rate = split(self.in_proj(x), self.splits)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
         chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
-        g, step, _ = self.decay(f, position=position, parts=True, **chosen)
+        g, step, *_ = self.decay(f, position=position, parts=True, **chosen)
         passes = self.pass_backend
         angle, last = running_angles(step, rate, state.get("angle"), True, packing, passes)
         weight, gain, last_gain = trapezoid_weights(g, step, trapezoid, state.get("gain"), packing, passes)

@@ -177,7 +177,7 @@ class RWKV7(Shifting):
         xs, last = self._mixtures(x, state.get("shift"), packing)
         r, v = self._per_head(self.r_proj(xs["r"])), self.values(xs["v"], shared)
         k, a, b, *bonus = self.keys(xs["k"], xs["a"], None if self.stretch_gain else r)
-        g, _, log_stretch = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
+        g, _, log_stretch, _ = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position, parts=True)
         if self.stretch_gain:
             gain = log_stretch().exp().to(k.dtype)
             k, a, b = (x.to(r.dtype) for x in (gain * k, a, gain * b))

@@ -39,8 +39,9 @@ KINDS = ("norms", "conv", "op")  # passes over memory (also gates, SwiGLU, rotat
 _PASSES = {  # as ops, and as the custom ops of kernels
     "rms_norm", "add_rms_norm", "rms_norm_of_gated", "rms_norm_of_sigmoid_gated", "gated_head_norm", "l2_normalize",
     "norm", "add_norm", "swiglu", "scale_heads", "rotate", "mimo_products", "mimo_output", "token_mix",
-    "token_mix_of_norm", "log_decay", "ordered_spectrum", "post_decay", "spectrum", "rwkv7_keys", "rwkv7_output",
-    "rwkv7_values", "relu_square", "running_angles", "trapezoid_weights", "trapezoid_keys", "trapezoid_output",
+    "token_mix_of_norm", "log_decay", "bounded_decay", "ordered_spectrum", "post_decay", "spectrum", "rwkv7_keys",
+    "rwkv7_output", "rwkv7_values", "relu_square", "running_angles", "trapezoid_weights", "trapezoid_keys",
+    "trapezoid_output",
 }  # fmt: skip
 _CONVOLUTIONS = {"causal_conv", "causal_conv1d", "conv"}
 again: Any = None  # a `recompute.Recomputation`, whose kinds of ops the backward pass computes again

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements_pass, run_pass
+from halflife.ops.backends.dispatch import implements_pass, run_gpu_pass, run_pass
 from halflife.ops.spec import define
 from halflife.precision import compute_dtype
 
@@ -193,6 +193,42 @@ def why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
 
 
 implements_pass("log_decay", _expression, triton=(_kernel, why_not))
+
+
+def bounded_decay(
+    f: Tensor, bound: Tensor | None, with_key: bool = False, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `g = log(γ + (1 − γ) σ(f))` in float32 (float64 for float64 activations), and the key `1 − e^g`.
+
+    Args:
+        f: activations `[B, T, H]` or `[B, T, H, K]`.
+        bound: γ in (0, 1), `[H]` or `[H, K]`, or None for 0.
+        with_key: whether to return the key too.
+        backend: "auto", or one of `available_backends("bounded_decay")`.
+
+    Returns:
+        g, and the key in the dtype of f or None, each in the shape of f.
+    """
+    tensors = f.flatten(2), None if bound is None else bound.flatten()
+    g, key = run_gpu_pass("bounded_decay", _bounded, backend, tensors, with_key)
+    return g.view(f.shape), None if key is None else key.view(f.shape)
+
+
+def _bounded(f: Tensor, bound: Tensor | None, with_key: bool) -> tuple[Tensor, Tensor | None]:
+    x = f.to(compute_dtype(f))
+    g = F.logsigmoid(x)
+    if bound is not None:  # (1 + γ e^{−f}) / (1 + e^{−f}), of which slow decays keep their digits
+        g = F.softplus(bound.log() - x) + g
+    return g, -torch.expm1(g).to(f.dtype) if with_key else None
+
+
+def _bounded_kernel(f: Tensor, bound: Tensor | None, with_key: bool) -> tuple[Tensor, Tensor | None]:
+    g, key = triton.custom_op("bounded_decay")(dense(f), None if bound is None else bound.contiguous(), with_key)
+    return g, key if with_key else None
+
+
+define("bounded_decay", f="B T D", bound="D | None", settings={"with_key": True})
+implements_pass("bounded_decay", _bounded, triton=(_bounded_kernel, why_not))
 
 
 def ordered_spectrum(theta: Tensor, delta: Tensor, log_length: float, backend: str = "auto") -> tuple[Tensor, Tensor]:

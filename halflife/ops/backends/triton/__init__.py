@@ -101,8 +101,11 @@ def load() -> None:
         "convolution", "norms", "products", "mixing", "keys", "outputs", "token", "maps", "attend", "cross_entropy",
         "angles", "weights", "trapezoid",
     )  # fmt: skip
-    koopman, passes = ("koopman", "koopman_sums", "koopman_token"), (f"passes.{name}" for name in passes)
-    for name in ("op", "step", "laws", "post", *koopman, *passes, "mimo.ranks", "dplr.rwkv7_maps", "dplr.rwkv7_token"):
+    names = (
+        "op", "step", "laws", "post", "koopman", "koopman_sums", "koopman_token", "vector.bounded", "mimo.ranks",
+        "dplr.rwkv7_maps", "dplr.rwkv7_token", *[f"passes.{name}" for name in passes],
+    )  # fmt: skip
+    for name in names:
         importlib.import_module(f"halflife.ops.backends.triton.{name}")
 
 
