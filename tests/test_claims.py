@@ -174,7 +174,10 @@ def check_states(name, config):
 
 
 def check_tiers(name, config):
-    """Echo, Tables 5 and G.2: widths, heads and layers by task, N 16, r 24, d_ff 256, SKA beside the last two."""
+    """Echo, Tables 5 and G.2: widths, heads and layers by task, N 16, r 24, d_ff 256, SKA beside the last two.
+
+    Features of the SSM have its N numbers and no lift.
+    """
     depth = 4 if "amnesia" in name else 3
     with torch.device("meta"):
         block = LanguageModel(config).blocks[-1]
@@ -182,7 +185,9 @@ def check_tiers(name, config):
     assert (config.vocab_size, block.mixer.decay.head_dim, block.mlp.down.in_features) == (128, 16, 256)
     if "ska" in name:
         own = config.hybrid["options"]
-        assert (own["rank"], own["lift"], own["eta_init"]) == (24, "cg_projected", float(name[7:10]))
+        rank, lift = 16 if "shared" in name else 24, "cg_projected" if name.startswith("cg") else "none"
+        eta = float(name.removeprefix("cg-")[4:7])
+        assert (own["rank"], own.get("lift", "none"), own["eta_init"]) == (rank, lift, eta)
         assert (config.hybrid["layers"], config.hybrid["attach"]) == ([depth - 2, depth - 1], "beside")
 
 
