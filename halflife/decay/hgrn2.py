@@ -57,7 +57,7 @@ class HGRN2Decay(Decay):
         return then(found) if then is not None else found if parts else g
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
-        return bounded_decay(f, self.lower_bound())[0]
+        return self(f)
 
 
 @DECAYS.add("hgrn2_released")
