@@ -147,10 +147,10 @@ def gate_rank_states() -> Figure:
 
 @styled
 def endpoints() -> Figure:
-    """Draw recall by length with a quarter of the length in pairs, and with 16 pairs, of three models, by seed."""
+    """Draw recall by length with a quarter of the length in pairs, and with 16 pairs, of four models, by seed."""
     figure = Figure(figsize=(PAGE_WIDTH, 3), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    looks = model_styles(("mamba2", "mamba2+post", "mamba2+post_optimal"))
+    looks = model_styles(("mamba2", "mamba2+post", "mamba2+post_optimal", "mamba2+post_released"))
     for axes, test, lengths in zip(panels, ("capacity", "persist"), ((128, 256, 512), (256, 512)), strict=True):
         tests = [("in_distribution", 64), *((test, length) for length in lengths)]
         for model, look in looks.items():
