@@ -55,13 +55,17 @@ def _conv(channels: int, width: int, **options: Any) -> tuple[Tensor, Tensor | N
     return causal_conv1d(x, weight(channels, width), weight(channels), output_final_state=packed, **options)
 
 
-def _norm(op: str, channels: int, *settings: Any, heads: int | None = None, gate: bool = True, **options: Any) -> Any:
+def _norm(
+    op: str, channels: int, *settings: Any, heads: int | None = None, gate: bool = True, gate_kind: str | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
     """A norm of `ops.fused` over all channels, or over heads."""
     from halflife.ops import fused
 
     x, size = leaf(BATCH, LENGTH, channels), channels if heads is None else channels // heads
     first = x if heads is None else x.unflatten(-1, (heads, size))
     skip = {"skip": (weight(32), leaf(BATCH, LENGTH, channels))} if options.pop("skip", False) else {}
+    skip |= {} if gate_kind is None else {"gate": gate_kind}
     gates = [leaf(BATCH, LENGTH, channels)] if gate else []
     weights = [] if op == "l2_normalize" else [weight(size)]
     return [getattr(fused, op)(first, *gates, *weights, *settings, **skip)]
@@ -237,6 +241,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "rms_norm_of_gated 8192": lambda: _norm("rms_norm_of_gated", 8192, 1, 1e-5, skip=True),
     "rms_norm_of_sigmoid_gated 1024": lambda: _norm("rms_norm_of_sigmoid_gated", 1024, 1e-5),
     "gated_head_norm 128": lambda: _norm("gated_head_norm", 1024, 1e-5, heads=8),
+    "gated_head_norm 64, sigmoid": lambda: _norm("gated_head_norm", 1024, 1e-5, heads=16, gate_kind="sigmoid"),
     "l2_normalize 64": lambda: _norm("l2_normalize", 1024, heads=16, gate=False),
     "token_mix 6": lambda: _mixed(6),
     "token_mix 6, packed": lambda: _mixed(6, packed=True),

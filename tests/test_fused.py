@@ -75,6 +75,9 @@ CASES = {
     ),
     "sigmoid": lambda x, z, w, c, s, h: fused.rms_norm_of_sigmoid_gated(flat(x), flat(z), c, 1e-5),
     "head norm": lambda x, z, w, c, s, h: fused.gated_head_norm(x, flat(z), c[: x.shape[3]], 1e-5),
+    "head norm, sigmoid": lambda x, z, w, c, s, h: fused.gated_head_norm(
+        x, flat(z), c[: x.shape[3]], 1e-5, gate="sigmoid"
+    ),
     "l2": lambda x, z, w, c, s, h: fused.l2_normalize(x),
     "swiglu": lambda x, z, w, c, s, h: fused.swiglu(x, z),
     "scaled heads": lambda x, z, w, c, s, h: fused.scale_heads(x, h),

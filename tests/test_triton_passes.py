@@ -135,6 +135,9 @@ NORMS = {
     "heads": lambda x, z, w, s, **o: fused.gated_head_norm(
         x.unflatten(-1, (3, -1)), z, w[: w.numel() // 3], 1e-5, **o
     ),
+    "heads, sigmoid": lambda x, z, w, s, **o: fused.gated_head_norm(
+        x.unflatten(-1, (3, -1)), z, w[: w.numel() // 3], 1e-5, gate="sigmoid", **o
+    ),
     "l2": lambda x, z, w, s, **o: fused.l2_normalize(x.unflatten(-1, (3, -1)), **o),
     "swiglu": lambda x, z, w, s, **o: fused.swiglu(x, z, **o),
     "scaled heads": lambda x, z, w, s, **o: fused.scale_heads(x.unflatten(-1, (3, -1)), s, **o),

@@ -168,21 +168,26 @@ define("rms_norm_of_sigmoid_gated", y="... D", z="... D", weight="D", settings={
 _pass("rms_norm_of_sigmoid_gated", _rms_norm_of_sigmoid_gated, _fused_rms_norm_of_sigmoid_gated, 2)
 
 
-def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
-    """`RMSNorm(o) ⊙ silu(z)` with the norm over each head: `o [B, T, H, V]`, `z [B, T, H·V]`, `weight [V]`."""
-    return run_pass("gated_head_norm", backend, (o, z, weight), eps)
+def gated_head_norm(
+    o: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str = "auto", gate: str = "silu"
+) -> Tensor:
+    """`RMSNorm(o) ⊙ silu(z)` with the norm over each head: `o [B, T, H, V]`, `z [B, T, H·V]`, `weight [V]`.
+
+    The gate is `σ(z)` for "sigmoid" in the place of "silu".
+    """
+    return run_pass("gated_head_norm", backend, (o, z, weight), eps, gate)
 
 
-def _gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
     weight = weight.to(o.dtype) if weight.dtype == torch.float16 else weight  # activations may be float32 then
-    return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * F.silu(z)
+    return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * (z.sigmoid() if gate == "sigmoid" else F.silu(z))
 
 
-def _fused_gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, op: Any = native.op) -> Tensor:
-    return op("norm")(o.flatten(-2), z, weight, None, None, "silu_after", o.shape[-1], True, eps)
+def _fused_gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str, op: Any = native.op) -> Tensor:
+    return op("norm")(o.flatten(-2), z, weight, None, None, f"{gate}_after", o.shape[-1], True, eps)
 
 
-define("gated_head_norm", o="B T H V", z="B T D", weight="V", settings={"eps": 1e-5})
+define("gated_head_norm", o="B T H V", z="B T D", weight="V", settings={"eps": 1e-5, "gate": "silu"})
 _pass("gated_head_norm", _gated_head_norm, _fused_gated_head_norm, 2)
 
 

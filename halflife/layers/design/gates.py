@@ -29,7 +29,8 @@ class NormThenSigmoid(RMSNorm):
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """`o [B, T, H, V]`, `z [B, T, H·V]` → `[B, T, H·V]`."""
-        return super().forward(o).flatten(-2) * z.sigmoid()
+        assert self.eps is not None
+        return fused.gated_head_norm(o, z, self.weight, self.eps, self.pass_backend, "sigmoid")
 
 
 class SigmoidThenNorm(RMSNorm):

@@ -2,8 +2,8 @@
 //
 //   u = (x + scale ⊙ skip) ⊙ gate₁,      y = u / √(factor · Σ u² + eps) ⊙ weight ⊙ gate₂
 //
-// The sum runs over a group. gate₁ is silu(z) or σ(z) or 1, and gate₂ is silu(z) or 1. `factor` is 1 / size for a mean
-// square, and 1 for an L2 norm. The backward pass computes u again from the inputs.
+// The sum runs over a group. One of the gates is silu(z) or σ(z), and the others are 1. `factor` is 1 / size for a mean square,
+// and 1 for an L2 norm. The backward pass computes u again from the inputs.
 #include <torch/library.h>
 
 #include <cmath>
@@ -16,14 +16,30 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-enum class Gate { none, silu_before, sigmoid_before, silu_after };
+enum class Gate { none, silu_before, sigmoid_before, silu_after, sigmoid_after };
+
+template <Gate kGate>
+constexpr bool kBefore = kGate == Gate::silu_before || kGate == Gate::sigmoid_before;
+template <Gate kGate>
+constexpr bool kAfter = kGate == Gate::silu_after || kGate == Gate::sigmoid_after;
+
+// The gate of z, and its derivative, from s = sigmoid(z).
+template <Gate kGate>
+inline Vec opened(Vec z, Vec s) {
+  return kGate == Gate::silu_before || kGate == Gate::silu_after ? z * s : s;
+}
+template <Gate kGate>
+inline Vec slope_of(Vec z, Vec s) {
+  return kGate == Gate::silu_before || kGate == Gate::silu_after ? silu_slope(z, s) : s * (Vec(1.f) - s);
+}
 
 Gate gate_of(const std::string& name) {
   if (name == "none") return Gate::none;
   if (name == "silu_before") return Gate::silu_before;
   if (name == "sigmoid_before") return Gate::sigmoid_before;
-  TORCH_CHECK(name == "silu_after", "no gate of a norm: ", name);
-  return Gate::silu_after;
+  if (name == "silu_after") return Gate::silu_after;
+  TORCH_CHECK(name == "sigmoid_after", "no gate of a norm: ", name);
+  return Gate::sigmoid_after;
 }
 
 // Call f with the gate as a constant.
@@ -34,6 +50,7 @@ void by_gate(Gate gate, F f) {
     case Gate::silu_before: return f(std::integral_constant<Gate, Gate::silu_before>());
     case Gate::sigmoid_before: return f(std::integral_constant<Gate, Gate::sigmoid_before>());
     case Gate::silu_after: return f(std::integral_constant<Gate, Gate::silu_after>());
+    case Gate::sigmoid_after: return f(std::integral_constant<Gate, Gate::sigmoid_after>());
   }
 }
 
@@ -92,17 +109,16 @@ struct Group {
 // Compute `out` of a group and return 1 / √(factor · Σ u² + eps). Entries behind the last channel are 0.
 template <Gate kGate, class T>
 inline float norm_group(const Call<T>& c, int64_t row, int64_t start, const Group& out) {
-  constexpr bool before = kGate == Gate::silu_before || kGate == Gate::sigmoid_before;
   float *v = out.v(), *s = out.s(), *u = out.u();
   Vec squares(0.f);
   for (int64_t j = 0; j < c.group; j += kWidth) {
     const int64_t n = lanes(j, c.group);
     Vec x = with_skip(c, row, start + j, n);
-    if constexpr (before) {
+    if constexpr (kBefore<kGate>) {
       const Vec z = read(c.gate.row(row) + start + j, n), gate = sigmoid(z);
       x.store(v + j);
       gate.store(s + j);
-      x = x * (kGate == Gate::silu_before ? z * gate : gate);
+      x = x * opened<kGate>(z, gate);
     }
     x.store(u + j);
     squares = at::vec::fmadd(x, x, squares);
@@ -121,7 +137,10 @@ void run(const Call<T>& c, T* y) {
           const int64_t n = lanes(j, c.group);
           Vec out = Vec::loadu(group.u() + j) * r;
           if (c.weights) out = out * read(c.weights + start + j, n);
-          if constexpr (kGate == Gate::silu_after) out = out * silu(read(c.gate.row(row) + start + j, n));
+          if constexpr (kAfter<kGate>) {
+            const Vec z = read(c.gate.row(row) + start + j, n);
+            out = out * opened<kGate>(z, sigmoid(z));
+          }
           write(y + row * c.x.cols + start + j, out, n);
         }
       }
@@ -153,10 +172,10 @@ void run_backward(const Call<T>& c, const Grads<T>& g) {
           const Vec normed = Vec::loadu(u + j) * r;
           Vec grad = read(g.dy.row(row) + at, n);
           const Vec weight = c.weights ? read(c.weights + at, n) : Vec(1.f);
-          if constexpr (kGate == Gate::silu_after) {
+          if constexpr (kAfter<kGate>) {
             const Vec z = read(c.gate.row(row) + at, n), s = sigmoid(z);
-            write(g.dgate + row * c.x.cols + at, grad * normed * weight * silu_slope(z, s), n);
-            grad = grad * z * s;
+            write(g.dgate + row * c.x.cols + at, grad * normed * weight * slope_of<kGate>(z, s), n);
+            grad = grad * opened<kGate>(z, s);
           }
           if (dweight) write(dweight + at, at::vec::fmadd(grad, normed, read(dweight + at, n)), n);
           grad = grad * weight;
@@ -167,12 +186,10 @@ void run_backward(const Call<T>& c, const Grads<T>& g) {
         for (int64_t j = 0; j < c.group; j += kWidth) {
           const int64_t n = lanes(j, c.group), at = start + j;
           Vec du = r * (Vec::loadu(dn + j) - Vec::loadu(u + j) * shared);
-          if constexpr (kGate == Gate::silu_before || kGate == Gate::sigmoid_before) {
+          if constexpr (kBefore<kGate>) {
             const Vec z = read(c.gate.row(row) + at, n), s = Vec::loadu(group.s() + j);
-            const bool silu = kGate == Gate::silu_before;
-            const Vec slope = silu ? silu_slope(z, s) : s * (Vec(1.f) - s);
-            write(g.dgate + row * c.x.cols + at, du * Vec::loadu(group.v() + j) * slope, n);
-            du = du * (silu ? z * s : s);
+            write(g.dgate + row * c.x.cols + at, du * Vec::loadu(group.v() + j) * slope_of<kGate>(z, s), n);
+            du = du * opened<kGate>(z, s);
           }
           write(g.dx + row * c.x.cols + at, du, n);
           if (c.skip) {

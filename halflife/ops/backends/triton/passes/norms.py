@@ -23,7 +23,7 @@ from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.passes.rows import as_rows, entries, gradient_of, rows_of_tokens
 
-GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3}
+GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3, "sigmoid_after": 4}
 TILE = 2048  # entries of a program at once
 WIDE = 4096  # channels of a row whose inputs, with x, do not fit registers: the backward pass reads them twice
 PROGRAMS = 1024  # programs of the backward pass, at most, of all groups of channels
@@ -34,7 +34,7 @@ PROGRAMS = 1024  # programs of the backward pass, at most, of all groups of chan
 def _gate(z, GATE: tl.constexpr):
     """Return `(f(z), f'(z))`."""
     s = sigmoid(z)
-    if GATE == 2:
+    if GATE == 2 or GATE == 4:
         value, slope = s, s * (1 - s)
     else:
         value, slope = z * s, s * (1 + z * (1 - s))
@@ -76,12 +76,12 @@ def _forward_kernel(
         a = rounded.to(tl.float32)
     if GATE != 0:
         f, _ = _gate(entries(z, rows, z_t, at, inside), GATE)
-        if GATE != 3:
+        if GATE < 3:
             a *= f
     n, _ = _normalized(a, size, eps, MEAN)
     if weight is not None:
         n *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
-    if GATE == 3:
+    if GATE >= 3:
         n *= f
     tl.store(out + place, n.to(out.dtype.element_ty), mask=inside)
 
@@ -98,7 +98,7 @@ def _inputs(y, z, x, factor, rows, y_t, z_t, x_t, at, inside, GATE: tl.constexpr
         a = v
     if GATE != 0:
         f, slope = _gate(entries(z, rows, z_t, at, inside), GATE)
-        if GATE != 3:
+        if GATE < 3:
             a = v * f
     return v, a, f, slope, skipped
 
@@ -137,7 +137,7 @@ def _backward_kernel(
         if TWICE:
             if weight is not None:
                 d *= tl.load(weight + g * w_g + cols, mask=cols < size, other=0.0).to(tl.float32)[None, :]
-            along = _along(d * f if GATE == 3 else d, n, size, MEAN)
+            along = _along(d * f if GATE >= 3 else d, n, size, MEAN)
             tl.debug_barrier()  # without it the second load is the first
             v, a, f, slope, _ = _inputs(y, z, x, factor, rows, y_t, z_t, x_t, at, inside, GATE)
             n = a * inverse
@@ -150,7 +150,7 @@ def _backward_kernel(
             made *= factors
         if again is not None:  # the output of a gate before the norm
             tl.store(again + place, made.to(again.dtype.element_ty), mask=inside)
-        if GATE == 3:
+        if GATE >= 3:
             of_weight *= f
             tl.store(dz + rows[:, None] * dz_t + at[None, :], (d * n * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
