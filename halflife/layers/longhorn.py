@@ -15,6 +15,7 @@ from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run
 from halflife.layers.parts import ShortConv
+from halflife.ops.fused import swiglu
 from halflife.packing import Packing
 from halflife.precision import ROOMY, compute_dtype
 from halflife.registry import check_choice
@@ -99,7 +100,7 @@ class Longhorn(Mixer):
         written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(values.dtype)
         q = q.to(values.dtype).unsqueeze(2)  # of one group
         y, memory = one_state(x, q, written, values, g, None, state, packing, scale=1, **self.op_options)
-        y = self.skip(y.to(ROOMY[x.dtype]), values).flatten(-2) * torch.nn.functional.silu(z)
+        y = swiglu(z, self.skip(y.to(ROOMY[x.dtype]), values).flatten(-2), self.pass_backend)
         return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"conv": conv, **memory}
 
     def step_sizes(self, beta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

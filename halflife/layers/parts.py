@@ -112,7 +112,8 @@ class NormBeforeGate(GatedRMSNorm):
         y = super().forward(y, None, skip)
         if z is None:
             return y
-        return (y * F.silu(z)).half() if z.dtype == torch.float16 else y * F.silu(z)
+        y = fused.swiglu(z, y, self.pass_backend)
+        return y.half() if z.dtype == torch.float16 else y
 
 
 class GateWithoutNorm(nn.Module):
@@ -126,7 +127,7 @@ class GateWithoutNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """`y, z [B, T, D]`, and `skip` as in `GatedRMSNorm`."""
-        y = add_skip(y, skip) * F.silu(z)
+        y = fused.swiglu(z, add_skip(y, skip), self.pass_backend)
         return y.half() if z.dtype == torch.float16 else y
 
 
