@@ -278,3 +278,14 @@ def test_the_counts_of_the_echo_paper():
     assert learned == 2 * (4 + 4)
     counts = [model.num_parameters() for model in models]
     assert [counts[0], counts[1], counts[2] - learned] == [1_110_144, 998_016, 981_632]
+
+
+def test_a_write_of_mimo_is_not_rounded_under_autocast():
+    """The state after one token is γ Σ_r k_r (w_r ⊙ v)ᵀ of the key and the value that the state keeps."""
+    layer = layers.build("mamba3", hidden_size=12, num_heads=2, state_size=8, chunk_size=4, rank=2, rate_floor=1e-4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        _, state = layer(torch.randn(3, 1, 12))
+        key, value = state["key"].float().unflatten(1, (2, -1)), layer.mimo.values * state["value"].float().unsqueeze(1)
+    written = (key.unsqueeze(-1) * value.unsqueeze(-2)).sum(1)
+    gain = (written * state["memory"]).sum((2, 3), keepdim=True) / written.square().sum((2, 3), keepdim=True)
+    assert_close(state["memory"], gain * written, 4e-7)

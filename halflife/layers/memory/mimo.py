@@ -84,6 +84,7 @@ class MIMO(Float32Module):
             z = self.gates.to(v.dtype) * z.unsqueeze(2)
             y = (self.outputs.to(v.dtype) * norm(y.flatten(3), z.flatten(3)).view_as(y)).sum(2)
 
-        writes = (key.unflatten(1, (rank, -1)), self.values, value)
-        written = torch.einsum("nh,nrhk,rhv,nhv->nhkv", last_gain, *(x.to(last_gain) for x in writes))
+        keys = last_gain[:, None, :, None] * key.unflatten(1, (rank, -1))
+        values = self.values.to(last_gain) * value.unsqueeze(1)
+        written = (keys.unsqueeze(-1) * values.unsqueeze(-2)).sum(1)  # products of matrices would round under autocast
         return y, {"memory": memory["memory"] + written, "key": key, "value": value}
