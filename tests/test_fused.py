@@ -256,6 +256,12 @@ def test_custom_ops_are_well_formed(name, checks, monkeypatch):
         torch.library.opcheck(op, given, test_utils=checks)
 
 
+def test_an_unknown_gate_is_refused():
+    x = torch.randn(1, 3, 2, 4)
+    with pytest.raises(ValueError, match=r"unknown gate 'tanh'.*silu"):
+        fused.gated_head_norm(x, x.flatten(2), torch.ones(4), 1e-5, gate="tanh")
+
+
 def test_no_channels_heads_or_angles():
     """Kernels divide by these numbers, so such calls run in torch."""
     x, none = torch.randn(1, 3, 2, 4), torch.zeros(3, 0)

@@ -45,9 +45,16 @@ class HGRN2Decay(Decay):
         return self.bound_logits.softmax(0)[: self.layer_idx].sum(0)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, f: Tensor | Product, *, parts: bool = False, with_step: bool = True, shared: Any = None,
-        then: Callable[[DecayParts], Any] | None = None, **options: Any,
+        self, f: Tensor | Product, *, position: Tensor | None = None, parts: bool = False, with_step: bool = True,
+        shared: Any = None, then: Callable[[DecayParts], Any] | None = None,
     ) -> Any:  # fmt: skip
+        """As `Decay.forward`, of which the bounds leave no base rates and no PoST.
+
+        Args:
+            f, position, parts, then: as there.
+            with_step: whether the parts have the key `1 − λ`.
+            shared: tensors that the layers of one pass share, see `hgrn2_released`.
+        """
         if isinstance(f, Product):
             f = F.linear(*f).unflatten(-1, self.shape)
         self._check(f)

@@ -21,7 +21,9 @@ from halflife.ops.backends.dispatch import implements_pass, run_pass
 from halflife.ops.linear import PASSES, LinearOfPass, made_again, narrowed
 from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
+from halflife.registry import check_choice
 
+HEAD_GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
 
 
@@ -173,14 +175,15 @@ def gated_head_norm(
 ) -> Tensor:
     """`RMSNorm(o) ⊙ silu(z)` with the norm over each head: `o [B, T, H, V]`, `z [B, T, H·V]`, `weight [V]`.
 
-    The gate is `σ(z)` for "sigmoid" in the place of "silu".
+    With `gate="sigmoid"` it is `RMSNorm(o) ⊙ σ(z)`. Another name is a ValueError.
     """
+    check_choice("gate", gate, tuple(HEAD_GATES))
     return run_pass("gated_head_norm", backend, (o, z, weight), eps, gate)
 
 
 def _gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Tensor:
     weight = weight.to(o.dtype) if weight.dtype == torch.float16 else weight  # activations may be float32 then
-    return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * (z.sigmoid() if gate == "sigmoid" else F.silu(z))
+    return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * HEAD_GATES[gate](z)
 
 
 def _fused_gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str, op: Any = native.op) -> Tensor:

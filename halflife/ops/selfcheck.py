@@ -201,8 +201,8 @@ def _cases(length: int) -> Iterator[tuple[str, str, dict[str, Tensor], dict[str,
                 x = x % known["V"] if name == "labels" else x
             elif name == "k":
                 x = F.normalize(x, dim=-1)
-            elif name == "bound" or (len(shape.choices[0]) == 3 and shape.choices[0][-1][0] == "H"):  # or a strength
-                x = x.sigmoid()
+            elif name == "bound" or (len(shape.choices[0]) == 3 and shape.choices[0][-1][0] == "H"):
+                x = x.sigmoid()  # a bound of decays, a strength or a step
             tensors[name] = x
         yield spec.name, "", tensors, spec.settings
 

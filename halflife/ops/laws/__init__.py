@@ -200,6 +200,8 @@ def bounded_decay(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `g = log(γ + (1 − γ) σ(f))` in float32 (float64 for float64 activations), and the key `1 − e^g`.
 
+    Source: Qin et al. 2024, "HGRN2"; Decay, Table 1.
+
     Args:
         f: activations `[B, T, H]` or `[B, T, H, K]`.
         bound: γ in (0, 1), `[H]` or `[H, K]`, or None for 0.

@@ -1,6 +1,7 @@
 """Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, outputs, and MIMO.
 
-Each is an expression of torch, and one launch on a CUDA device (`backends/triton/passes/angles.py` and `trapezoid.py`).
+Each is an expression of torch, and one launch on a CUDA device (`angles.py`, `weights.py` and `trapezoid.py` in
+`backends/triton/passes`, and `backends/triton/mimo`).
 `packing` says where sequences lie (None: in rows), and a `first` tensor is what the state kept of the token before
 each of them (None: zeros).
 """
@@ -200,7 +201,7 @@ def _output(o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None
 def mimo_products(
     q: Tensor, k: Tensor, before: Tensor, weight: Tensor, gain: Tensor, skip: Tensor, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """What query r of a token reads of its own values: A for those of the token before, and B for those of its own.
+    """The weights in output r of the values s that its state has not yet: A of the token before, B of its own token.
 
         A_rs = w q_r · k'_s for s > r, else 0,   B_rs = γ q_r · k_s, and + D for r = s
 

@@ -23,9 +23,8 @@ PROGRAMS = 512  # programs a block of channels, at most, each with several tiles
 
 @triton.jit
 @no_type_check
-def softplus(x):
-    """log(1 + e^x), with an error relative to the result. `log(1 + z) = 2 artanh(z / (2 + z))`, here with z ≤ 1."""
-    z = tl.exp(-tl.abs(x))
+def log1p(z):
+    """log(1 + z) = 2 artanh(z / (2 + z)) for −1/2 ≤ z ≤ 1, with an error relative to the result."""
     s = z / (2 + z)
     y = s * s
     series = 1 / 17 * y + 1 / 15
@@ -35,7 +34,14 @@ def softplus(x):
     series = series * y + 1 / 7
     series = series * y + 1 / 5
     series = series * y + 1 / 3
-    return tl.where(x > 0, x, 0.0) + 2 * s * (series * y + 1)
+    return 2 * s * (series * y + 1)
+
+
+@triton.jit
+@no_type_check
+def softplus(x):
+    """log(1 + e^x), with an error relative to the result."""
+    return tl.where(x > 0, x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit

@@ -10,19 +10,19 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.laws import PROGRAMS, blocks, sigmoid, softplus
+from halflife.ops.backends.triton.laws import PROGRAMS, blocks, log1p, sigmoid, softplus
 from halflife.ops.backends.triton.op import declare
 
 
 @triton.jit
 @no_type_check
-def _given(f, bound, rows, cols, inside, T, f_b, f_t):
+def _given(f, bound, rows, cols, inside, T, D, f_b, f_t):
     """Return `(x, γ, σ(x), σ(−x))`."""
     place = ((rows // T) * f_b + (rows % T) * f_t)[:, None] + cols[None, :]
     x = tl.load(f + place, mask=inside, other=0.0).to(tl.float32)
     least = tl.zeros([1, cols.shape[0]], tl.float32)
     if bound is not None:
-        least += tl.load(bound + cols)[None, :]
+        least += tl.load(bound + cols, mask=cols < D, other=0.0)[None, :]
     return x, least, sigmoid(x), sigmoid(-x)
 
 
@@ -35,23 +35,14 @@ def _bounded_kernel(
     rows = (tl.program_id(0) // groups).to(tl.int64) * BR + tl.arange(0, BR)
     cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
     inside = (rows < rows_all)[:, None] & (cols < D)[None, :]
-    x, least, share, rest = _given(f, bound, rows, tl.where(cols < D, cols, 0), inside, T, f_b, f_t)
+    x, least, share, rest = _given(f, bound, rows, cols, inside, T, D, f_b, f_t)
     k = (1 - least) * rest
     place = rows[:, None] * D + cols[None, :]
     if bound is None:
         decay = -softplus(-x)
     else:
-        # log(1 − k) = −2 artanh(k / (2 − k)): no digits are lost where k is small. Its series has |s| ≤ 1/3.
-        s = tl.where(k < 0.5, k, 0.0) / (2 - k)
-        y = s * s
-        series = 1 / 17 * y + 1 / 15
-        series = series * y + 1 / 13
-        series = series * y + 1 / 11
-        series = series * y + 1 / 9
-        series = series * y + 1 / 7
-        series = series * y + 1 / 5
-        series = series * y + 1 / 3
-        decay = tl.where(k < 0.5, -2 * s * (series * y + 1), tl.log(least + (1 - least) * share))
+        small = k < 0.5  # no digits are lost there
+        decay = tl.where(small, log1p(-tl.where(small, k, 0.0)), tl.log(least + (1 - least) * share))
     tl.store(g + place, decay, mask=inside)
     if key is not None:
         tl.store(key + place, k.to(key.dtype.element_ty), mask=inside)
@@ -67,7 +58,7 @@ def _bounded_back_kernel(
     for i in range(tiles):
         rows = (tl.program_id(1).to(tl.int64) * tiles + i) * BR + tl.arange(0, BR)
         inside = (rows < rows_all)[:, None] & (cols < D)[None, :]
-        _, least, share, rest = _given(f, bound, rows, tl.where(cols < D, cols, 0), inside, T, f_b, f_t)
+        _, least, share, rest = _given(f, bound, rows, cols, inside, T, D, f_b, f_t)
         place = rows[:, None] * D + cols[None, :]
         d = tl.load(dg + place, mask=inside, other=0.0)
         of_key = tl.zeros([BR, BC], tl.float32)
