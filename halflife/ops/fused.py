@@ -21,7 +21,7 @@ from halflife.ops.backends.dispatch import implements_pass, run_pass
 from halflife.ops.linear import PASSES, LinearOfPass, made_again, narrowed
 from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
-from halflife.registry import check_choice
+from halflife.registry import unknown
 
 HEAD_GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 WIDEST = 8192  # channels of a norm or a head, all in one program of a Triton kernel
@@ -177,7 +177,8 @@ def gated_head_norm(
 
     With `gate="sigmoid"` it is `RMSNorm(o) ⊙ σ(z)`. Another name is a ValueError.
     """
-    check_choice("gate", gate, tuple(HEAD_GATES))
+    if gate not in HEAD_GATES:
+        raise unknown("gate", gate, list(HEAD_GATES))
     return run_pass("gated_head_norm", backend, (o, z, weight), eps, gate)
 
 
