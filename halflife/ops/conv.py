@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense, is_transformed
 from halflife.ops.backends import native, triton
-from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.backends.dispatch import be_kind, dispatch, implements
 from halflife.ops.call import Call
 from halflife.ops.fused import unit
 from halflife.ops.spec import define
@@ -85,6 +85,7 @@ def _native(call: Call) -> tuple[Tensor, Tensor]:
     return y if call.options["unit"] is None else _with_units(y, call), state
 
 
+be_kind("conv", "causal_conv1d", "causal_conv", "conv")
 implements("causal_conv1d", "native", _native, why_not=native.why_not_matrices(1), steps=True)
 
 MOST_TAPS = 8  # of the Triton kernel, which has them all at hand

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import native, triton
-from halflife.ops.backends.dispatch import implements_pass, run_pass
+from halflife.ops.backends.dispatch import be_kind, implements_pass, run_pass
 from halflife.ops.linear import PASSES, LinearOfPass, made_again, narrowed
 from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
@@ -69,6 +69,7 @@ def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return triton.custom_op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps, product_dtype(x))
 
 
+be_kind("norms", "norm", "add_norm")
 define("rms_norm", x="... D", weight="D", settings={"eps": 1e-5})
 implements_pass(
     "rms_norm", _rms_norm, native=(_native_rms_norm, native.why_not_matrices(1)),

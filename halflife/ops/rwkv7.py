@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements, implements_pass, run_gpu_pass
+from halflife.ops.backends.dispatch import be_kind, implements, implements_pass, run_gpu_pass
 from halflife.ops.fused import l2_normalize, launch, why_not_triton
 from halflife.ops.laws import Unevaluated
 from halflife.ops.spec import define
@@ -154,6 +154,7 @@ define(
     "rwkv7_keys", key="B T H K", rate="B T H K", r="B T H K | None", bias="H K", unit="H K", change="H K",
     bonus="H K | None", settings={"dtype": None},
 )  # fmt: skip
+be_kind("norms", "rwkv7_keys")
 for _backend in ("chunked", "reference"):
     implements("rwkv7_keys", _backend, partial(_keys, backend=_backend), traceable=True)
 

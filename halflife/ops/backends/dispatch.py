@@ -36,14 +36,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 SMALLEST_PASS = 4096
 
 KINDS = ("norms", "conv", "op")  # passes over memory (also gates, SwiGLU, rotations), convolutions, and the rest
-_PASSES = {  # as ops, and as the custom ops of kernels
-    "rms_norm", "add_rms_norm", "rms_norm_of_gated", "rms_norm_of_sigmoid_gated", "gated_head_norm", "l2_normalize",
-    "norm", "add_norm", "swiglu", "scale_heads", "rotate", "mimo_products", "mimo_output", "token_mix",
-    "token_mix_of_norm", "log_decay", "bounded_decay", "ordered_spectrum", "post_decay", "spectrum", "rwkv7_keys",
-    "rwkv7_output", "rwkv7_values", "relu_square", "running_angles", "trapezoid_weights", "trapezoid_keys",
-    "trapezoid_output",
-}  # fmt: skip
-_CONVOLUTIONS = {"causal_conv", "causal_conv1d", "conv"}
+_kinds: dict[str, str] = {}  # of ops, and of custom ops of kernels, that are not of the last kind
 again: Any = None  # a `recompute.Recomputation`, whose kinds of ops the backward pass computes again
 
 
@@ -71,9 +64,10 @@ def implements(
 
 def implements_pass(
     op: str, expression: Callable[..., Any], *, native: tuple[Any, Any] | None = None,
-    triton: tuple[Any, Any] | None = None,
+    triton: tuple[Any, Any] | None = None, kind: str = "norms",
 ) -> None:  # fmt: skip
     """Register an expression of torch, and kernels with their `why_not`, as the implementations of a pass."""
+    be_kind(kind, op)
     for backend in ("chunked", "reference"):
         implements(op, backend, expression, traceable=True)
     for backend, kernel in (("native", native), ("triton", triton)):
@@ -215,9 +209,14 @@ def add_skip(o: Tensor, skip: Tensor | None, v: Tensor) -> Tensor:
     return o if skip is None else torch.addcmul(o, skip.unsqueeze(-1).to(o.dtype), v.to(o.dtype))
 
 
+def be_kind(kind: str, *names: str) -> None:
+    """Let ops, and custom ops of kernels with names of their own, be of a kind, one of `KINDS`."""
+    _kinds.update(dict.fromkeys(names, kind))
+
+
 def kind_of(op: str) -> str:
-    """The kind of a custom op, or of an op on tokens."""
-    return "norms" if op in _PASSES else "conv" if op in _CONVOLUTIONS else "op"
+    """The kind of an op on tokens, of a pass, or of a custom op."""
+    return _kinds.get(op, "op")
 
 
 def _with(call: Call, implementation: Callable[[Call], Any], *tensors: Any) -> Any:

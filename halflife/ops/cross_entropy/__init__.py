@@ -37,7 +37,7 @@ def _kernel(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 define("cross_entropy", logits="... V", labels="int ...", constants=["labels"], settings={"ignored": -100})
-implements_pass("cross_entropy", _expression, triton=(_kernel, triton.why_not_pass))
+implements_pass("cross_entropy", _expression, triton=(_kernel, triton.why_not_pass), kind="op")
 
 
 def takes_place(logits: Tensor, labels: Tensor, backend: str = "auto") -> bool:

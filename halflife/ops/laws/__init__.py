@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense, not_plain
 from halflife.ops.backends import triton
-from halflife.ops.backends.dispatch import implements_pass, run_gpu_pass, run_pass
+from halflife.ops.backends.dispatch import be_kind, implements_pass, run_gpu_pass, run_pass
 from halflife.ops.spec import define
 from halflife.precision import compute_dtype
 
@@ -274,6 +274,7 @@ def _why_not_spectrum(op: str, device: torch.device, tensors: Any = None) -> str
 
 
 define("ordered_spectrum", theta="1", delta="D", settings={"log_length": 6.0})
+be_kind("norms", "spectrum")
 implements_pass("ordered_spectrum", _spectrum, triton=(_spectrum_kernel, _why_not_spectrum))
 
 

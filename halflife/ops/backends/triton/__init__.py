@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import pkgutil
 from typing import Any
 
 import torch
@@ -97,16 +98,8 @@ def _names(dtypes) -> str:
 @cached_constant
 def load() -> None:
     """Import the kernels and declare their ops."""
-    passes = (
-        "convolution", "norms", "products", "mixing", "keys", "outputs", "token", "maps", "attend", "cross_entropy",
-        "angles", "weights", "trapezoid",
-    )  # fmt: skip
-    names = (
-        "op", "step", "laws", "post", "koopman", "koopman_sums", "koopman_token", "vector.bounded", "mimo.ranks",
-        "dplr.rwkv7_maps", "dplr.rwkv7_token", *[f"passes.{name}" for name in passes],
-    )  # fmt: skip
-    for name in names:
-        importlib.import_module(f"halflife.ops.backends.triton.{name}")
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        importlib.import_module(module.name)
 
 
 def custom_op(name: str) -> Any:
