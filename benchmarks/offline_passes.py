@@ -92,10 +92,11 @@ def _loss(tokens: int, vocabulary: int) -> list[Tensor]:
     return [cross_entropy(logits, labels)]
 
 
-def _swiglu(channels: int) -> list[Tensor]:
+def _swiglu(channels: int, skip: bool = False) -> list[Tensor]:
     from halflife.ops import fused
 
-    return [fused.swiglu(leaf(BATCH, LENGTH, channels), leaf(BATCH, LENGTH, channels))]
+    a, b, x = (leaf(BATCH, LENGTH, channels) for _ in range(3))
+    return [fused.swiglu(a, b, skip=(weight(32), x) if skip else None)]
 
 
 def _swiglu_linear(channels: int) -> list[Tensor]:
@@ -177,6 +178,11 @@ def _bounded(bound: bool) -> Any:
     return laws.bounded_decay(leaf(BATCH, LENGTH, 16, 64), weight(16, 64) if bound else None, True)
 
 
+def _longhorn(heads: int, key: int) -> Any:
+
+    return keys.longhorn_keys(leaf(BATCH, LENGTH, heads), leaf(BATCH, LENGTH, key), torch.bfloat16)
+
+
 def _ranks(heads: int, key: int, rank: int) -> Any:
     """The products and the output of Mamba-3 MIMO, of values with 64 channels."""
     from halflife.ops import trapezoid
@@ -256,12 +262,15 @@ CASES: dict[str, Callable[[], Any]] = {
     "cross_entropy 128256": lambda: _loss(4096, 128_256),
     "swiglu 2816": lambda: _swiglu(2816),
     "swiglu 2816 and its map": lambda: _swiglu_linear(2816),
+    "swiglu 2048 with skip": lambda: _swiglu(2048, skip=True),
     "rms_norm_of_gated 2048 and its map": lambda: _gated_linear(2048),
     "scale_heads 64": lambda: _scaled(32, 64),
     "rotate 64": lambda: _rotated(16, 64, 32),
     "rotate 128 in part": lambda: _rotated(8, 128, 16),
     "bounded_decay": lambda: _bounded(True),
     "bounded_decay, first layer": lambda: _bounded(False),
+    "longhorn_keys": lambda: _longhorn(32, 16),
+    "longhorn_keys of channels": lambda: _longhorn(2048, 16),
     "running_angles": lambda: _angles(False),
     "running_angles, packed": lambda: _angles(False, packed=True),
     "running_angles of heads": lambda: _angles(True),

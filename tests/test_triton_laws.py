@@ -10,14 +10,17 @@ from pairwise import crossed
 
 from halflife import decay
 from halflife.ops.laws import SHAPES, Law, bounded_decay, log_decay, ordered_spectrum
+from halflife.ops.linear_attention import longhorn_keys
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
+from test_triton_passes import strided
+
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton import laws as kernels
 from halflife.ops.backends.triton import post as spectra
-from halflife.ops.backends.triton.vector import bounded
+from halflife.ops.backends.triton.vector import bounded, longhorn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
@@ -123,6 +126,25 @@ def test_small_and_large_activations_above_a_bound(bound):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=least)
 
 
+@crossed(
+    strength=1, dtype=[torch.float32, torch.bfloat16, torch.float16], sizes=[(3, 5), (7, 16), (1, 1)], length=[21, 0]
+)  # fmt: skip
+def test_longhorns_keys(dtype, sizes, length, monkeypatch):
+    """In programs of several tiles of tokens and of heads."""
+    monkeypatch.setattr(longhorn, "TILE", 64)
+    monkeypatch.setattr(longhorn, "ROW", 32)
+    draw = generator(sizes)
+    shapes = {"logits": (2, length, sizes[0]), "k": (2, length, sizes[1])}
+    tensors = {name: 2 * torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+
+    def run(backend):
+        return lambda logits, k: longhorn_keys(strided(logits), strided(k), k.dtype, backend)
+
+    narrow, wide = (dict.fromkeys(tensors, kind) for kind in (dtype, torch.float64))
+    got, want = with_gradients(tensors, narrow, run("triton")), with_gradients(tensors, wide, run("reference"))
+    assert_close(got, want, 4 * WORST[dtype])
+
+
 @crossed(strength=1, count=[2, 3, 17, 64], spread=[0.1, 3.0])
 def test_spectrum(count, spread):
     """A wide spread has exponents at both limits, where they have no gradient."""
@@ -195,6 +217,7 @@ def test_as_custom_ops():
     torch.library.opcheck(torch.ops.halflife.triton_log_decay, given, test_utils=checks)
     triton.load()
     torch.library.opcheck(torch.ops.halflife.triton_bounded_decay, (f, vector, True), test_utils=checks)
+    torch.library.opcheck(torch.ops.halflife.triton_longhorn_keys, (f, f + 1, torch.float32), test_utils=checks)
     given = (torch.zeros(1, requires_grad=True), vector, 4.0)
     torch.library.opcheck(torch.ops.halflife.triton_spectrum, given, test_utils=checks)
     spectrum = torch.zeros(1, requires_grad=True), vector[:3].detach().requires_grad_(), torch.arange(1, 4)

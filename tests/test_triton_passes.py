@@ -140,6 +140,7 @@ NORMS = {
     ),
     "l2": lambda x, z, w, s, **o: fused.l2_normalize(x.unflatten(-1, (3, -1)), **o),
     "swiglu": lambda x, z, w, s, **o: fused.swiglu(x, z, **o),
+    "swiglu with skip": lambda x, z, w, s, **o: fused.swiglu(x, z, skip=(w[:3], x), **o),
     "scaled heads": lambda x, z, w, s, **o: fused.scale_heads(x.unflatten(-1, (3, -1)), s, **o),
 }  # fmt: skip
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from halflife.decay import Decay
+from halflife.decay import Decay, DecayParts
 from halflife.layers.init import Law, drawn, reset, zero_bias
 from halflife.layers.mamba2 import Skip
 from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run
 from halflife.layers.parts import ShortConv
+from halflife.ops.backends.split import split
 from halflife.ops.fused import swiglu
+from halflife.ops.linear_attention import longhorn_keys
 from halflife.packing import Packing
-from halflife.precision import ROOMY, compute_dtype
+from halflife.precision import ROOMY
 from halflife.registry import check_choice
 
 
@@ -28,6 +31,13 @@ class LonghornDecay(Decay):
     """
 
     granularities = ("vector",)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, logits: Tensor, k: Tensor, dtype: torch.dtype, backend: str = "auto"
+    ) -> DecayParts:
+        """Log-decays and keys, see `ops.linear_attention.longhorn_keys`."""
+        g, key = longhorn_keys(logits, k, dtype, backend)
+        return DecayParts(g, None, None, key)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return -torch.log1p(f)
@@ -92,20 +102,16 @@ class Longhorn(Mixer):
         reset(self, self.initial)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        values, z = self.in_proj(x).chunk(2, -1)
+        projected = self.in_proj(x)
+        values, z = split(projected, [projected.shape[-1] // 2] * 2)
         values, conv = self.conv(values, state.get("conv"), packing)
         r, k, q = self.x_proj(values).split(self.splits, -1)
-        values = values.unflatten(-1, (self.num_heads, self.head_dim))
-        step, g = self.step_sizes(self.step_proj(r).sigmoid(), k)
-        written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(values.dtype)
+        written = self.decay(self.step_proj(r), k, values.dtype, self.pass_backend)
+        heads = values.unflatten(-1, (self.num_heads, self.head_dim))
         q = q.to(values.dtype).unsqueeze(2)  # of one group
-        y, memory = one_state(x, q, written, values, g, None, state, packing, scale=1, **self.op_options)
-        y = swiglu(z, self.skip(y.to(ROOMY[x.dtype]), values).flatten(-2), self.pass_backend)
+        y, memory = one_state(
+            x, q, written.key, heads, written.g, None, state, packing, scale=1, **self.op_options
+        )  # fmt: skip
+        gate = partial(swiglu, z, backend=self.pass_backend)
+        y = self.skip(y.to(ROOMY[x.dtype]).flatten(-2), values, gate)
         return self.out_proj(y.half() if x.dtype == torch.float16 else y), {"conv": conv, **memory}
-
-    def step_sizes(self, beta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """`β [B, T, H]`, `k [B, T, K]` → `ε [B, T, H]` and `g = log(1 − ε k²) [B, T, H, K]` in float32."""
-        beta, squares = beta.to(compute_dtype(beta)).unsqueeze(-1), k.to(compute_dtype(k)).square().unsqueeze(2)
-        total = squares.sum(-1, keepdim=True)
-        f = beta * squares / (1 + beta * (total - squares).clamp(min=0))
-        return (beta / (1 + beta * total)).squeeze(-1), self.decay(f)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
 from halflife.ops.arguments import is_hooked
-from halflife.ops.backends.dispatch import add_skip as add_skip_of_heads
 from halflife.ops.backends.dispatch import beside
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
@@ -87,7 +86,7 @@ class GatedRMSNorm(nn.Module):
         With the `weight [N, D]` of a map, which needs a gate, it returns the map of the norm.
         """
         if z is None:
-            groups = add_skip(y, skip).unflatten(-1, (self.groups, -1))
+            groups = fused.skipped(y, *skip or ()).unflatten(-1, (self.groups, -1))
             return F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
         room = ROOMY[z.dtype]
         skip = None if skip is None else (skip[0], skip[1].to(room))
@@ -127,7 +126,7 @@ class GateWithoutNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """`y, z [B, T, D]`, and `skip` as in `GatedRMSNorm`."""
-        y = fused.swiglu(z, add_skip(y, skip), self.pass_backend)
+        y = fused.swiglu(z, y, self.pass_backend, skip)
         return y.half() if z.dtype == torch.float16 else y
 
 
@@ -193,15 +192,6 @@ def map_of_gated(norm: Any, y: Tensor, z: Tensor | None, out: nn.Module, dtype: 
         return maps_of_norm(y.flatten(2), norm.weight, norm.eps, [weight], **options)[0]
     y = norm(y) if z is None else norm(y, z)
     return out(y.half() if dtype == torch.float16 else y)
-
-
-def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
-    """`y + D ⊙ x` for `y [B, T, H·V]` and `skip = (D [H], x [B, T, H·V])`."""
-    if skip is None:
-        return y
-    scale, x = skip
-    heads = (len(scale), -1)
-    return add_skip_of_heads(y.unflatten(-1, heads), scale, x.unflatten(-1, heads)).flatten(-2)
 
 
 # Functions of queries and keys, by their names in transformers (`ACT2FN`).

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import native, triton
-from halflife.ops.backends.dispatch import be_kind, implements_pass, run_pass
+from halflife.ops.backends.dispatch import add_skip, be_kind, implements_pass, run_pass
 from halflife.ops.linear import PASSES, LinearOfPass, made_again, narrowed
 from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
@@ -112,13 +113,18 @@ def rms_norm_of_gated(
     return run_pass("rms_norm_of_gated", backend, (y, z, x, weight, scale), groups, eps)
 
 
+def skipped(y: Tensor, scale: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+    """`y + D ⊙ x` for `y, x [..., H·V]` and D `[H]`, or y."""
+    if scale is None or x is None:
+        return y
+    heads = (len(scale), -1)
+    return add_skip(y.unflatten(-1, heads), scale, x.unflatten(-1, heads)).flatten(-2)
+
+
 def _rms_norm_of_gated(
     y: Tensor, z: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor | None, groups: int, eps: float
 ) -> Tensor:
-    if scale is not None and x is not None:
-        heads = (len(scale), -1)
-        y = torch.addcmul(y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.unflatten(-1, heads)).flatten(-2)
-    gated = (y * F.silu(z)).unflatten(-1, (groups, -1))
+    gated = (skipped(y, scale, x) * F.silu(z)).unflatten(-1, (groups, -1))
     return F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2) * weight
 
 
@@ -216,13 +222,29 @@ define("l2_normalize", x="... D", settings={"eps": 1e-6})
 _pass("l2_normalize", unit, _fused_l2_normalize, 1)
 
 
-def swiglu(a: Tensor, b: Tensor, backend: str = "auto") -> Tensor:
-    """`silu(a) ⊙ b` for `a, b [..., D]`."""
-    return run_pass("swiglu", backend, (a, b))
+def swiglu(a: Tensor, b: Tensor, backend: str = "auto", skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """`silu(a) ⊙ b` for `a, b [..., D]`; with `skip = (D [H], x [..., D])`, `silu(a) ⊙ (b + D ⊙ x)`."""
+    return run_pass("swiglu", backend, (a, b) if skip is None else (a, b, skip[1], skip[0]))
 
 
-define("swiglu", a="... D", b="... D")
-_pass("swiglu", lambda a, b: F.silu(a) * b, lambda a, b, op=native.op: op("swiglu")(a, b), 2, triton.why_not_pass)
+def _swiglu(a: Tensor, b: Tensor, x: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    return F.silu(a) * skipped(b, scale, x)
+
+
+def _native_swiglu(a: Tensor, b: Tensor, x: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    return native.op("swiglu")(a, skipped(b, scale, x))
+
+
+def _triton_swiglu(a: Tensor, b: Tensor, x: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    if x is None:
+        return triton.custom_op("swiglu")(a, b)
+    return triton.custom_op("norm")(b, a, None, x, scale, "silu_before", gcd(b.shape[-1], 2048), None, 0.0)
+
+
+define("swiglu", a="... D", b="... D", x="... D | None", scale="H | None")
+implements_pass(
+    "swiglu", _swiglu, native=(_native_swiglu, native.why_not_matrices(3)), triton=(_triton_swiglu, triton.why_not_pass)
+)
 
 
 def swiglu_linear(a: Tensor, b: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear attention with no, scalar or vector decay.
+"""Linear attention with no, scalar or vector decay, and the decays and keys of Longhorn, which uses it.
 
     S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ q_t · scale
 
@@ -8,10 +8,13 @@ form follows Dao & Gu 2024 and Yang et al. 2024.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
-from halflife.ops.backends.dispatch import dispatch, folded, implements, steps_by
+from halflife.ops.backends.dispatch import dispatch, folded, implements, implements_pass, run_gpu_pass, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
@@ -19,6 +22,7 @@ from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
 from halflife.ops.spec import define
 from halflife.packing import Packing
+from halflife.precision import compute_dtype
 
 define(
     "linear_attention", q="B T G K", k="B T G K", v="B T H V", g="B T H | B T H K | None", gain="B T H | None",
@@ -126,3 +130,44 @@ class LinearBlock(blocks.ChunkBlock):
         dq.addcmul_(diagonal, k).mul_(self.scale)
         dk.addcmul_(diagonal, q).add_(decay.sum_over_states(dwritten))
         return [dq, dk, dv, dg], dstate
+
+
+def longhorn_keys(
+    logits: Tensor, k: Tensor, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Longhorn's log-decays `g = log(1 − ε k²)` and keys ε k, with `ε = β / (1 + β kᵀk)` and `β = σ(logits)`.
+
+    g is accurate for slow decays, and finite for keys of any length. Source: Liu et al. 2024.
+
+    Args:
+        logits: `[B, T, H]`.
+        k: `[B, T, K]`, of all heads.
+        dtype: that of ε k, or None for that of k.
+        backend: "auto", or one of `available_backends("longhorn_keys")`.
+
+    Returns:
+        g in float32 or wider and ε k in `dtype`, `[B, T, H, K]` each.
+    """
+    return run_gpu_pass("longhorn_keys", _longhorn_keys, backend, (logits, k), dtype)
+
+
+def _longhorn_keys(logits: Tensor, k: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    beta = logits.sigmoid().to(compute_dtype(logits)).unsqueeze(-1)
+    squares = k.to(compute_dtype(k)).square().unsqueeze(2)
+    total = squares.sum(-1, keepdim=True)
+    f = beta * squares / (1 + beta * (total - squares).clamp(min=0))  # with which 1 − ε k² = 1 / (1 + f)
+    return -torch.log1p(f), (beta / (1 + beta * total) * k.unsqueeze(2)).to(dtype or k.dtype)
+
+
+def _longhorn_kernel(*given: Any) -> tuple[Tensor, Tensor]:
+    return triton.custom_op("longhorn_keys")(*given)
+
+
+def _why_not_keys(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    if tensors is not None and tensors[1].shape[-1] > triton.SIZES[-1]:
+        return f"the Triton kernel of {op} takes keys of at most {triton.SIZES[-1]} channels"
+    return triton.why_not_pass(op, device, tensors)
+
+
+define("longhorn_keys", logits="B T H", k="B T K", settings={"dtype": None})
+implements_pass("longhorn_keys", _longhorn_keys, triton=(_longhorn_kernel, _why_not_keys))

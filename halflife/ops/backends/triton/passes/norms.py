@@ -1,6 +1,6 @@
 """Norms over groups of channels with their gates, weights and skips, as the ops of `halflife.ops.fused` define them.
 
-    v = y + D ⊙ x,   a = v ⊙ f(z) or v,   n = a / √(mean a² + eps) or a / √(Σ a² + eps),   out = n ⊙ w (⊙ f(z))
+    v = y + D ⊙ x,   a = v ⊙ f(z) or v,   n = a / √(mean a² + eps), a / √(Σ a² + eps) or a,   out = n ⊙ w (⊙ f(z))
 
 `triton_add_norm` also returns v, the sum of a residual stream y and a branch x; D is then 1.
 
@@ -44,11 +44,11 @@ def _gate(z, GATE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _normalized(a, size, eps, MEAN: tl.constexpr):
-    """Return `(n, 1 / √(… + eps))` of rows a."""
-    squares = tl.sum(a * a, 1)
-    if MEAN:
-        squares /= size
-    scale = tl.rsqrt(squares + eps)[:, None]
+    """Return `(n, 1 / √(… + eps))` of rows a; `(a, 1)` if MEAN is None."""
+    scale = tl.full([a.shape[0], 1], 1.0, tl.float32)
+    if MEAN is not None:
+        squares = tl.sum(a * a, 1)
+        scale = tl.rsqrt((squares / size if MEAN else squares) + eps)[:, None]
     return a * scale, scale
 
 
@@ -122,8 +122,7 @@ def _backward_kernel(
     block = (tl.program_id(0) // groups).to(tl.int64)
     cols = tl.arange(0, BC)
     at = g * size + cols
-    dweight = tl.zeros([BC], tl.float32)
-    dscale = tl.zeros([BC], tl.float32)
+    dweight, dscale = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.float32)
     for i in range(tiles):
         rows = (block * tiles + i) * BR + tl.arange(0, BR)
         inside = (rows < tokens)[:, None] & (cols < size)[None, :]
@@ -155,9 +154,10 @@ def _backward_kernel(
             tl.store(dz + rows[:, None] * dz_t + at[None, :], (d * n * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
         dweight += tl.sum(of_weight, 0)
-        if not TWICE:
-            along = _along(d, n, size, MEAN)
-        d = inverse * (d - n * along)
+        if MEAN is not None:
+            if not TWICE:
+                along = _along(d, n, size, MEAN)
+            d = inverse * (d - n * along)
         if GATE == 1 or GATE == 2:
             tl.store(dz + rows[:, None] * dz_t + at[None, :], (d * v * slope).to(dz.dtype.element_ty), mask=inside)
             d *= f
@@ -175,17 +175,18 @@ def _backward_kernel(
     place = block * s_p + g * s_g + cols
     if weight is not None:
         tl.store(sums + place, dweight, mask=cols < size)
+        place += groups * size
     if x is not None:
-        tl.store(sums + place + groups * size, dscale, mask=cols < size)
+        tl.store(sums + place, dscale, mask=cols < size)
 
 
 def _norm(
     y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None, scale: Tensor | None, gate: str, size: int,
-    mean: bool, eps: float, dtype: torch.dtype | None = None,
+    mean: bool | None, eps: float, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """The norm over groups of `size` channels of `y, z, x [..., D]`, with weights `[D]` or `[size]` and D `[H]`.
 
-    It is in `dtype`, or in that of y.
+    It is in `dtype`, or in that of y. If `mean` is None, there is no norm.
     """
     out = y.new_empty(y.shape, dtype=dtype)
     _write(y, z, weight, x, scale, gate, size, mean, eps, out, None)
@@ -202,7 +203,7 @@ def _add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dty
 
 def _write(
     y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None, scale: Tensor | None, gate: str, size: int,
-    mean: bool, eps: float, out: Tensor, total: Tensor | None,
+    mean: bool | None, eps: float, out: Tensor, total: Tensor | None,
 ) -> None:  # fmt: skip
     channels = y.shape[-1]
     given, strides = rows_of_tokens(channels, y, z, x)
@@ -219,7 +220,7 @@ def _write(
 
 def _norm_backward(
     dout: Tensor, y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None, scale: Tensor | None, gate: str,
-    size: int, mean: bool, eps: float,
+    size: int, mean: bool | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, z and x, and those of the weights and of each channel's factor of x, in rows."""
     dy, dx = (y.new_empty(0) if part is None else part.new_empty(part.shape) for part in (y, x))
@@ -251,7 +252,7 @@ def _add_norm_backward(
 
 def _write_back(
     dout: Tensor, dtotal: Tensor | None, y: Tensor, z: Tensor | None, weight: Tensor | None, x: Tensor | None,
-    scale: Tensor | None, gate: str, size: int, mean: bool, eps: float, dy: Tensor, dz: Any, *written: Tensor | None,
+    scale: Tensor | None, gate: str, size: int, mean: bool | None, eps: float, dy: Tensor, dz: Any, *written: Any,
 ) -> Tensor:  # fmt: skip
     """Write the gradients, and return those of parameters."""
     channels = y.shape[-1]
