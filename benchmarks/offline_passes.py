@@ -179,8 +179,9 @@ def _bounded(bound: bool) -> Any:
 
 
 def _longhorn(heads: int, key: int) -> Any:
+    from halflife.ops.linear_attention import longhorn_keys
 
-    return keys.longhorn_keys(leaf(BATCH, LENGTH, heads), leaf(BATCH, LENGTH, key), torch.bfloat16)
+    return longhorn_keys(leaf(BATCH, LENGTH, heads), leaf(BATCH, LENGTH, key), torch.bfloat16)
 
 
 def _ranks(heads: int, key: int, rank: int) -> Any:
