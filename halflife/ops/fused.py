@@ -113,18 +113,13 @@ def rms_norm_of_gated(
     return run_pass("rms_norm_of_gated", backend, (y, z, x, weight, scale), groups, eps)
 
 
-def skipped(y: Tensor, scale: Tensor | None = None, x: Tensor | None = None) -> Tensor:
-    """`y + D ⊙ x` for `y, x [..., H·V]` and D `[H]`, or y."""
-    if scale is None or x is None:
-        return y
-    heads = (len(scale), -1)
-    return add_skip(y.unflatten(-1, heads), scale, x.unflatten(-1, heads)).flatten(-2)
-
-
 def _rms_norm_of_gated(
     y: Tensor, z: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor | None, groups: int, eps: float
 ) -> Tensor:
-    gated = (skipped(y, scale, x) * F.silu(z)).unflatten(-1, (groups, -1))
+    if scale is not None and x is not None:
+        heads = (len(scale), -1)
+        y = torch.addcmul(y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.unflatten(-1, heads)).flatten(-2)
+    gated = (y * F.silu(z)).unflatten(-1, (groups, -1))
     return F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2) * weight
 
 
@@ -227,12 +222,20 @@ def swiglu(a: Tensor, b: Tensor, backend: str = "auto", skip: tuple[Tensor, Tens
     return run_pass("swiglu", backend, (a, b) if skip is None else (a, b, skip[1], skip[0]))
 
 
+def skipped(y: Tensor, scale: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+    """`y + D ⊙ x` for `y, x [..., H·V]` and D `[H]`, or y."""
+    if scale is None or x is None:
+        return y
+    heads = (len(scale), -1)
+    return add_skip(y.unflatten(-1, heads), scale, x.unflatten(-1, heads)).flatten(-2)
+
+
 def _swiglu(a: Tensor, b: Tensor, x: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    return F.silu(a) * skipped(b, scale, x)
+    return F.silu(a) * (b if x is None else skipped(b, scale, x))
 
 
 def _native_swiglu(a: Tensor, b: Tensor, x: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    return native.op("swiglu")(a, skipped(b, scale, x))
+    return native.op("swiglu")(a, b if x is None else skipped(b, scale, x))
 
 
 def _triton_swiglu(a: Tensor, b: Tensor, x: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
