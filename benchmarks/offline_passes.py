@@ -178,6 +178,19 @@ def _bounded(bound: bool) -> Any:
     return laws.bounded_decay(leaf(BATCH, LENGTH, 16, 64), weight(16, 64) if bound else None, True)
 
 
+def _running(packed: bool) -> Any:
+    from halflife.ops.linear_attention import running_decay
+    from halflife.packing import Packing
+
+    rows, packing = (BATCH, LENGTH), Packing(BATCH, LENGTH)
+    if packed:
+        rows = 1, BATCH * LENGTH
+        packing = Packing(*rows, torch.arange(BATCH + 1, device="meta"))
+    first = weight(BATCH, 16, 64) if packed else None
+    g, last, key = running_decay(leaf(*rows, 16, 64), first, packing, with_key=True)
+    return g, key, last if packed else None
+
+
 def _longhorn(heads: int, key: int) -> Any:
     from halflife.ops.linear_attention import longhorn_keys
 
@@ -270,6 +283,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "rotate 128 in part": lambda: _rotated(8, 128, 16),
     "bounded_decay": lambda: _bounded(True),
     "bounded_decay, first layer": lambda: _bounded(False),
+    "running_decay": lambda: _running(False),
+    "running_decay, packed": lambda: _running(True),
     "longhorn_keys": lambda: _longhorn(32, 16),
     "longhorn_keys of channels": lambda: _longhorn(2048, 16),
     "running_angles": lambda: _angles(False),

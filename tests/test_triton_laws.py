@@ -10,7 +10,7 @@ from pairwise import crossed
 
 from halflife import decay
 from halflife.ops.laws import SHAPES, Law, bounded_decay, log_decay, ordered_spectrum
-from halflife.ops.linear_attention import longhorn_keys
+from halflife.ops.linear_attention import longhorn_keys, running_decay
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
@@ -20,7 +20,8 @@ from test_triton_passes import strided
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton import laws as kernels
 from halflife.ops.backends.triton import post as spectra
-from halflife.ops.backends.triton.vector import bounded, longhorn
+from halflife.ops.backends.triton.vector import bounded, longhorn, running
+from halflife.packing import Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
@@ -127,6 +128,32 @@ def test_small_and_large_activations_above_a_bound(bound):
 
 
 @crossed(
+    strength=1, bounds=[None, [0, 1, 1, 3, 12, 21]], state=["zero", None, "given"], with_key=[True, False],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)  # fmt: skip
+def test_running_decays(bounds, state, with_key, dtype, monkeypatch):
+    """In tiles of 16 tokens, with and without what was before them."""
+    monkeypatch.setattr(running, "TILE", 16)
+    monkeypatch.setattr(running, "CHANNELS", 2)
+    draw, batch = generator(str(bounds)), 2 if bounds is None else 1
+    packing = Packing(batch, 21, None if bounds is None else torch.tensor(bounds, device=DEVICE))
+    tensors = {"f": 3 * torch.randn(batch, 21, 3, generator=draw).to(dtype)}
+    if state == "given":
+        tensors["first"] = torch.randn(packing.num_sequences, 3, generator=draw)
+
+    def run(backend):
+        def both(f, first=None):
+            found = running_decay(strided(f), first, packing, state is None, with_key, backend)
+            return [None if x is None else x.clamp(min=-50) for x in found]  # −∞ before a first token
+
+        return both
+
+    narrow, wide = {"f": dtype, "first": torch.float32}, dict.fromkeys(tensors, torch.float64)
+    got, want = with_gradients(tensors, narrow, run("triton")), with_gradients(tensors, wide, run("reference"))
+    assert_close(got, want, 4 * WORST[dtype])
+
+
+@crossed(
     strength=1, dtype=[torch.float32, torch.bfloat16, torch.float16], sizes=[(3, 5), (7, 16), (1, 1)], length=[21, 0]
 )  # fmt: skip
 def test_longhorns_keys(dtype, sizes, length, monkeypatch):
@@ -217,6 +244,7 @@ def test_as_custom_ops():
     torch.library.opcheck(torch.ops.halflife.triton_log_decay, given, test_utils=checks)
     triton.load()
     torch.library.opcheck(torch.ops.halflife.triton_bounded_decay, (f, vector, True), test_utils=checks)
+    torch.library.opcheck(torch.ops.halflife.triton_running_decay, (f, f[:, 0], None, False, True), test_utils=checks)
     torch.library.opcheck(torch.ops.halflife.triton_longhorn_keys, (f, f + 1, torch.float32), test_utils=checks)
     given = (torch.zeros(1, requires_grad=True), vector, 4.0)
     torch.library.opcheck(torch.ops.halflife.triton_spectrum, given, test_utils=checks)

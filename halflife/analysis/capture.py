@@ -122,9 +122,9 @@ def _decay_hook(decay: Decay | MixerDecay, take: Callable[[Tensor], object]) -> 
         return
     scan = decay.scan
 
-    def wrapped_scan(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def wrapped_scan(*args: Any, **options: Any) -> tuple[Any, Tensor | None]:
         g, state = scan(*args, **options)
-        take(g)
+        take(g if isinstance(g, Tensor) else g.g)
         return g, state
 
     decay.scan = wrapped_scan  # the instance's attribute hides the method of the class

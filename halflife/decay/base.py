@@ -171,10 +171,10 @@ class Decay(Float32Module):
 
     def scan(
         self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None,
-        cu_seqlens: Tensor | Packing | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return `(g, state)` for streaming, with g of `forward`. Only a `stateful` decay has a state."""
-        return self(f, position=position), None
+        cu_seqlens: Tensor | Packing | None = None, parts: bool = False,
+    ) -> tuple[Any, Tensor | None]:  # fmt: skip
+        """Return `(g, state)` for streaming, with g or `parts` of `forward`. Only a `stateful` decay has a state."""
+        return self(f, position=position, parts=parts), None
 
     def shared_key(
         self, f: Tensor, parts: DecayParts, state: Tensor | None, cu_seqlens: Tensor | Packing | None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.decay.base import DECAYS, Decay, DecayParts
+from halflife.ops.linear_attention import running_decay
 from halflife.packing import Packing
 from halflife.registry import check_choice
 
@@ -38,21 +40,12 @@ class LightNetDecay(Decay):
 
     def scan(
         self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None,
-        cu_seqlens: Tensor | Packing | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        cu_seqlens: Tensor | Packing | None = None, parts: bool = False,
+    ) -> tuple[Any, Tensor]:  # fmt: skip
         """Return `g` and the running logsumexp `[N, H(, K)]`, −inf (or 0, by `first`) before the first token."""
-        f = f if f.dtype == torch.float64 else f.float()
         packing = Packing.of(cu_seqlens, *f.shape[:2])
-        if state is None:
-            state = f.new_full((packing.num_sequences, *f.shape[2:]), -torch.inf if self.first == "empty" else 0.0)
-        if packing.cu_seqlens is None:
-            return _running(f, state)
-        pieces, states = [], []
-        for row, piece in enumerate(f.split(packing.counts, dim=1)):
-            g, last = _running(piece, state[row : row + 1])
-            pieces.append(g)
-            states.append(last)
-        return (torch.cat(pieces, 1), torch.cat(states)) if pieces else (f, state)
+        g, last, key = running_decay(f, state, packing, self.first == "empty", with_key=parts)
+        return DecayParts(g, None, None, key) if parts else g, last
 
     def timescales(self, position: float = 1) -> Tensor:
         t = torch.full(self.shape, float(position)) + (self.first == "zero")  # one more term of e⁰ in the sum
@@ -75,11 +68,12 @@ class ReleasedLightNetDecay(LightNetDecay):
 
     def scan(
         self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None,
-        cu_seqlens: Tensor | Packing | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        cu_seqlens: Tensor | Packing | None = None, parts: bool = False,
+    ) -> tuple[Any, Tensor]:  # fmt: skip
         """As `LightNetDecay.scan`. The state is `[N, 2, H]` or `[N, 2, H, K]`: lse, and exp(f − lse) of the last f."""
         g, last = super().scan(f, state=None if state is None else state[:, 0], cu_seqlens=cu_seqlens)
-        return g, torch.stack([last, self._weights(g, state, cu_seqlens)[1]], 1)
+        state = torch.stack([last, self._weights(g, state, cu_seqlens)[1]], 1)
+        return DecayParts(g, None, None) if parts else g, state
 
     def shared_key(
         self, f: Tensor, parts: DecayParts, state: Tensor | None, cu_seqlens: Tensor | Packing | None
@@ -95,12 +89,3 @@ class ReleasedLightNetDecay(LightNetDecay):
         pieces = (-torch.expm1(g)).split(packing.counts if packed else [packing.length], dim=1)
         joined = [torch.cat([a.unsqueeze(1), b], 1) for a, b in zip(starts, pieces, strict=True)]
         return torch.cat([part[:, :-1] for part in joined], 1), torch.cat([part[:, -1] for part in joined])
-
-
-def _running(f: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One row of sequences: `g [B, T, …]` and the logsumexp after the last token."""
-    if f.shape[1] == 0:
-        return f, state
-    seen = torch.logaddexp(f.logcumsumexp(1), state.unsqueeze(1))
-    before = torch.cat([state.unsqueeze(1), seen[:, :-1]], 1)
-    return -F.softplus(f - before), seen[:, -1]

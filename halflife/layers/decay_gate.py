@@ -46,5 +46,6 @@ class DecayGate(Mixer):
         if not self.decay.stateful:
             more = {"shared": shared} if self.decay.reads_shared else {}
             return self.decay(f, position=position, parts=True, with_step=with_step, **more), {}
-        g, new = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
-        return DecayParts(g, None, None), {} if new is None else {"decay": new}
+        given = {"position": position, "state": state.get("decay"), "cu_seqlens": packing}
+        g, new = self.decay.scan(f, **given, parts=with_step)
+        return g if with_step else DecayParts(g, None, None), {} if new is None else {"decay": new}

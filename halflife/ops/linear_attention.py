@@ -1,4 +1,4 @@
-"""Linear attention with no, scalar or vector decay, and the decays and keys of Longhorn, which uses it.
+"""Linear attention with no, scalar or vector decay, and the decays and keys of Longhorn and LightNet.
 
     S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ q_t · scale
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
@@ -18,6 +19,7 @@ from halflife.ops.backends.dispatch import dispatch, folded, implements, impleme
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
+from halflife.ops.laws import why_not
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
 from halflife.ops.spec import define
@@ -171,3 +173,57 @@ def _why_not_keys(op: str, device: torch.device, tensors: Any = None) -> str | N
 
 define("longhorn_keys", logits="B T H", k="B T K", settings={"dtype": None})
 implements_pass("longhorn_keys", _longhorn_keys, triton=(_longhorn_kernel, _why_not_keys))
+
+
+def running_decay(
+    f: Tensor, first: Tensor | None, packing: Packing, empty: bool = True, with_key: bool = False, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute `g = −softplus(f − lse f_{<t})` in float32 (float64 for float64 activations), and the key `1 − e^g`.
+
+    `lse` is the logsumexp of all tokens before. Source: Qin et al. 2024, "LightNet"; Decay, Table 1.
+
+    Args:
+        f, with_key, backend: as in `ops.laws.bounded_decay`.
+        first: lse before the first token of each sequence, `[N, H]` or `[N, H, K]`, or None for −∞.
+        packing: where the sequences lie.
+        empty: whether no first lse is −∞; otherwise it is 0.
+
+    Returns:
+        g, the lse after the last token of each sequence, and the key in the dtype of f or None.
+    """
+    tensors = f.flatten(2), None if first is None else first.flatten(1)
+    g, last, key = run_gpu_pass("running_decay", _running_decay, backend, tensors, empty, with_key, packing)
+    return g.view(f.shape), last.view(-1, *f.shape[2:]), None if key is None else key.view(f.shape)
+
+
+def _running_decay(
+    f: Tensor, first: Tensor | None, empty: bool, with_key: bool, packing: Packing | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, packing = f.to(compute_dtype(f)), packing or Packing(*f.shape[:2])
+    if first is None:
+        first = x.new_full((packing.num_sequences, x.shape[2]), -torch.inf if empty else 0.0)
+    found = [_of_rows(x[:, tokens], first[rows]) for rows, tokens in packing.pieces()] or [(x, first)]
+    g, last = found[0]
+    if len(found) > 1:
+        g, last = torch.cat([part for part, _ in found], 1), torch.cat([part for _, part in found])
+    return g, last, -torch.expm1(g).to(f.dtype) if with_key else None
+
+
+def _of_rows(f: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    if f.shape[1] == 0:
+        return f, first
+    seen = torch.logaddexp(f.logcumsumexp(1), first.unsqueeze(1))
+    before = torch.cat([first.unsqueeze(1), seen[:, :-1]], 1)
+    return -F.softplus(f - before), seen[:, -1]
+
+
+def _running_kernel(f: Tensor, first: Tensor | None, empty: bool, with_key: bool, packing: Packing | None) -> Any:
+    bounds = None if packing is None else packing.cu_seqlens
+    g, last, key = triton.custom_op("running_decay")(f, first, bounds, empty, with_key)
+    return g, last, key if with_key else None
+
+
+define(
+    "running_decay", f="B T D", first="B D | None", settings={"empty": True, "with_key": True, "packing": None}
+)  # fmt: skip
+implements_pass("running_decay", _running_decay, triton=(_running_kernel, why_not))

@@ -20,7 +20,7 @@ SLOPE = tl.constexpr(0.15915494309189535)  # 1 / 2π
 
 @triton.jit
 @no_type_check
-def _tanh(x):
+def tanh(x):
     """tanh(x), with an error relative to the result, by the polynomial of Cephes below 0.625."""
     y = x * x
     series = -5.70498872745e-3 * y + 2.06390887954e-2
@@ -39,7 +39,7 @@ def _speed(rate, rows, h, cols, inside, r_t, r_h, BOUNDED: tl.constexpr):
     place = rows.to(tl.int64)[:, None] * r_t + h * r_h + cols[None, :]
     r = tl.load(rate + place, mask=inside, other=0.0).to(tl.float32)
     if BOUNDED:
-        bounded = _tanh(r)
+        bounded = tanh(r)
         speed = bounded / 2
         slope = (1 - bounded * bounded) / 2
     else:
@@ -50,7 +50,7 @@ def _speed(rate, rows, h, cols, inside, r_t, r_h, BOUNDED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _span(cu_seqlens, n, T):
+def span(cu_seqlens, n, T):
     """The first token of sequence n, and the token after its last one."""
     if cu_seqlens is None:
         start, stop = n * T, (n + 1) * T
@@ -67,7 +67,7 @@ def _angles_kernel(
 ):  # fmt: skip
     """The angles of one sequence and head, tile after tile, in float64."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, stop = _span(cu_seqlens, n, T)
+    start, stop = span(cu_seqlens, n, T)
     cols = tl.arange(0, BP)
     whole = tl.program_id(0).to(tl.int64) * P + cols
     sums = tl.zeros([BP], tl.float64)
@@ -94,7 +94,7 @@ def _angles_back_kernel(
 ):  # fmt: skip
     """The gradients of steps and rates of one sequence and head, from the last tile to the first."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, stop = _span(cu_seqlens, n, T)
+    start, stop = span(cu_seqlens, n, T)
     cols = tl.arange(0, BP)
     whole = tl.program_id(0).to(tl.int64) * P + cols
     later = tl.zeros([BP], tl.float64)
