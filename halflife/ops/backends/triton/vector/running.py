@@ -1,6 +1,6 @@
 """Log-decays of a running softmax, and their keys, as `halflife.ops.linear_attention` defines them.
 
-A program goes over one sequence and some channels, tile after tile, with the logsumexp of what it has seen in float64.
+A program goes over one sequence and some channels, tile after tile, with the sum of what it has seen as `share e^most`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.laws import log1p, sigmoid, softplus
+from halflife.ops.backends.triton.laws import sigmoid, softplus
 from halflife.ops.backends.triton.op import declare
 from halflife.ops.backends.triton.passes.angles import span, tanh
 from halflife.ops.backends.triton.passes.rows import as_rows
 
-TILE = 2048  # entries of a program at once
-CHANNELS = 16  # of a program, at most
+TILE = 1024  # entries of a program at once
+CHANNELS, FEWEST = 16, 4  # of a program, at most, and where sequences are too few for so many programs
+PROGRAMS = 256
 
 
 @triton.jit
 @no_type_check
-def _logaddexp(x, y):
-    most, least = tl.maximum(x, y), tl.minimum(x, y)
-    return most + log1p(tl.exp(least - tl.where(most == float("-inf"), 0.0, most)))
+def _added(most, share, other, other_share):
+    """The sum of `share e^most` and another such number, in this form."""
+    larger = tl.maximum(most, other)
+    factor = tl.exp(tl.minimum(most, other) - tl.where(larger == float("-inf"), 0.0, larger))
+    return larger, tl.where(most > other, share + other_share * factor, share * factor + other_share)
 
 
 @triton.jit
@@ -46,9 +49,10 @@ def _running_kernel(
     start, stop = span(cu_seqlens, n, T)
     cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
     whole = n.to(tl.int64) * D + cols
-    seen = tl.where(cols < D, float("-inf") if EMPTY else 0.0, 0.0).to(tl.float64)
+    seen = tl.where(cols < D, float("-inf") if EMPTY else 0.0, 0.0)
     if first is not None:
-        seen = tl.load(first + whole, mask=cols < D, other=0.0).to(tl.float64)
+        seen = tl.load(first + whole, mask=cols < D, other=0.0)
+    weight = tl.full([BC], 1.0, tl.float32)
     for begin in range(start, stop, BR):
         rows = (begin + tl.arange(0, BR)).to(tl.int64)
         here = cols[None, :] < D
@@ -57,17 +61,17 @@ def _running_kernel(
         x = tl.load(f + place, mask=inside, other=float("-inf")).to(tl.float32)
         earlier = ((rows > begin) & (rows <= stop))[:, None] & here
         before = tl.load(f + place - f_t, mask=earlier, other=float("-inf")).to(tl.float32)
-        before = _logaddexp(tl.associative_scan(before, 0, _logaddexp), seen.to(tl.float32)[None, :])
+        before, share = tl.associative_scan((before, tl.full(before.shape, 1.0, tl.float32)), 0, _added)
+        before, share = _added(before, share, seen[None, :], weight[None, :])
         place = rows[:, None] * D + cols[None, :]
-        above = tl.where(inside, x, 0.0) - before
+        above = tl.where(inside, x, 0.0) - (before + tl.log(share))
         tl.store(g + place, -softplus(above), mask=inside)
         if key is not None:
             tl.store(key + place, sigmoid(above).to(key.dtype.element_ty), mask=inside)
-        most = tl.maximum(tl.max(x, 0), seen.to(tl.float32))
-        most = tl.where(most == float("-inf"), 0.0, most).to(tl.float64)
-        total = tl.sum(tl.exp(x - most.to(tl.float32)[None, :]), 0).to(tl.float64)
-        seen = most + tl.log(total + tl.exp(seen - most))
-    tl.store(last + whole, seen.to(tl.float32), mask=cols < D)
+        most = tl.max(x, 0)
+        total = tl.sum(tl.exp(x - tl.where(most == float("-inf"), 0.0, most)[None, :]), 0)
+        seen, weight = _added(seen, weight, most, total)
+    tl.store(last + whole, seen + tl.log(weight), mask=cols < D)
 
 
 @triton.jit
@@ -114,14 +118,14 @@ def _running_back_kernel(
         tl.store(dfirst + whole, later, mask=cols < D)
 
 
-def _grid(
-    f: Tensor, cu_seqlens: Tensor | None, entries: int
-) -> tuple[int, tuple[int], tuple[int, int], dict[str, int]]:
+def _grid(f: Tensor, cu_seqlens: Tensor | None) -> tuple[int, tuple[int], tuple[int, int], dict[str, int]]:
     """The number of sequences, the grid, T and D, and the size of a tile."""
     batch, length, channels = f.shape
-    columns = min(CHANNELS, triton.next_power_of_2(channels))
-    rows = max(16, min(triton.next_power_of_2(length), entries // columns))
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    columns = triton.next_power_of_2(min(CHANNELS, channels))
+    while columns > FEWEST and sequences * channels < columns * PROGRAMS:
+        columns //= 2
+    rows = max(16, min(triton.next_power_of_2(length), TILE // columns))
     return sequences, (sequences * triton.cdiv(channels, columns),), (length, channels), {"BR": rows, "BC": columns}
 
 
@@ -129,7 +133,7 @@ def _running(
     f: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, empty: bool, with_key: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g and the last logsumexp of each sequence in float32, and the keys, without entries if they are not asked for."""
-    sequences, grid, sizes, tile = _grid(f, cu_seqlens, TILE)
+    sequences, grid, sizes, tile = _grid(f, cu_seqlens)
     g, key = f.new_empty(f.shape, dtype=torch.float32), f.new_empty(f.shape if with_key else 0)
     last = f.new_empty(sequences, sizes[1], dtype=torch.float32)
     if last.numel():
@@ -146,7 +150,7 @@ def _running_backward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of f and of the first logsumexp, which has no entries for None."""
-    _, grid, sizes, tile = _grid(g, cu_seqlens, TILE // 2)
+    _, grid, sizes, tile = _grid(g, cu_seqlens)
     df, dfirst = g.new_empty(g.shape, dtype=dtype), g.new_empty(0 if first is None else first.shape)
     if grid[0]:
         launch(_running_back_kernel, grid)(
