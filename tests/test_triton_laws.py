@@ -153,6 +153,15 @@ def test_running_decays(bounds, state, with_key, dtype, monkeypatch):
     assert_close(got, want, 4 * WORST[dtype])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+def test_running_decays_of_numbers_that_are_none():
+    """A NaN stays in the sums, and an infinity has the whole softmax."""
+    f = torch.randn(1, 24, 1, generator=generator("nan"))
+    f[0, 3], f[0, 19] = torch.inf, torch.nan
+    found = [running_decay(f, None, Packing(1, 24), with_key=True, backend=name) for name in ("triton", "reference")]
+    torch.testing.assert_close(*found, equal_nan=True)
+
+
 @crossed(
     strength=1, dtype=[torch.float32, torch.bfloat16, torch.float16], sizes=[(3, 5), (7, 16), (1, 1)], length=[21, 0]
 )  # fmt: skip

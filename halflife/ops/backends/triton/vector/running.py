@@ -27,7 +27,7 @@ PROGRAMS = 256
 @no_type_check
 def _added(most, share, other, other_share):
     """The sum of `share e^most` and another such number, in this form."""
-    larger = tl.maximum(most, other)
+    larger = tl.maximum(most, other, propagate_nan=tl.PropagateNan.ALL)
     factor = tl.exp(tl.minimum(most, other) - tl.where(larger == float("-inf"), 0.0, larger))
     return larger, tl.where(most > other, share + other_share * factor, share * factor + other_share)
 
