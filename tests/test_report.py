@@ -769,6 +769,19 @@ def test_timescales_are_a_table(tmp_path):
     assert float(chosen["trained"]) == pytest.approx(1.6 * expected, rel=1e-5)
 
 
+def test_validations_are_a_table(tmp_path):
+    """Each step of each run at which the model was validated."""
+    folder = make_run(tmp_path / "run")
+    write_report(folder)
+    rows = list(csv.DictReader((folder / "validation.csv").read_text().splitlines()))
+    for run in results.read(folder).trainings:
+        own = [row for row in rows if (row["model"], row["seed"]) == (run.model, str(run.seed))]
+        steps, values = run.curve("validation_accuracy")
+        assert [int(row["step"]) for row in own] == steps
+        assert [float(row["validation"]) for row in own] == pytest.approx(values, rel=1e-5)
+        assert steps
+
+
 def test_timescales_of_many_channels_are_a_choice(tmp_path):
     path = tmp_path / "run" / "mamba2" / "lr0.01-seed0" / "spectrum.json"
     folder = make_run(tmp_path / "run", models=("mamba2",), seeds=(0,), layers=1)

@@ -172,7 +172,7 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
         of_runs = {(row["learning_rate"], row["seed"]): row["validation"] for row in rows if row["model"] == model}
         assert all(of_runs[rate, 0] + of_runs[rate, 1] == validation[rate] for rate in validation)
     assert {p.name for p in folder.iterdir()} == {
-        "config.json", "versions.json", "results.csv", "timescales.csv", "report.html", "figures",
+        "config.json", "versions.json", "results.csv", "timescales.csv", "validation.csv", "report.html", "figures",
         "mamba2", "llama",
     }  # fmt: skip
     table = summarise(rows)

@@ -19,7 +19,7 @@ from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, s
 from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
-from halflife.report.tables.csv_files import write_lengths, write_timescales
+from halflife.report.tables.csv_files import write_lengths, write_timescales, write_validations
 from halflife.report.tables.forecast import read_forecasts
 from halflife.runs.folder import FIGURES, FolderKind, folder_kind, read_any
 from halflife.runs.records import Comparison, LanguageRun
@@ -44,6 +44,7 @@ def write_report(run_dir: str | Path) -> Path:
         write_card(run)
     else:
         write_timescales(run)
+        write_validations(run)
         write_lengths(run)
     return write_page(run, figures)
 

@@ -8,7 +8,7 @@
 | language run | `run.json`, `versions.json`, `metrics.jsonl`            | a model, `result.json`, `samples.txt`,      |
 |              |                                                         | `spectrum.json`, `report.html`, `figures/`  |
 | comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `timescales.csv`,            |
-|              | (`cell_folder`)                                         | `report.html`, `figures/`                   |
+|              | (`cell_folder`)                                         | `validation.csv`, `report.html`, `figures/` |
 | grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, `lengths.csv`,       |
 |              |                                                         | `summary.md`, `results.json`; for 8 rows of |
 |              |                                                         | the Decay paper, `decay_regression.json`    |
@@ -49,6 +49,7 @@ DECAY_REGRESSION_JSON = "decay_regression.json"  # distributions of λ, and the 
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
 RESULTS_CSV = "results.csv"  # one `Score` a row
 RESULTS_JSON = "results.json"  # of a grid, see `read_grid`
+VALIDATION_CSV = "validation.csv"  # accuracy or loss on validation data, a step of training a row
 TIMESCALES_CSV = "timescales.csv"  # decay time-scales before and after training, a channel a row
 SUMMARY_MD = "summary.md"
 SAMPLES_TXT = "samples.txt"

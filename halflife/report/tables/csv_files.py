@@ -1,4 +1,4 @@
-"""The tables of a comparison as files: `timescales.csv`, and for text `lengths.csv` with a table of means."""
+"""The tables of a comparison as files: `timescales.csv`, `validation.csv`, and for text `lengths.csv` with means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halflife.files import write_text
 from halflife.report.intervals import with_interval
 from halflife.report.numbers import evenly
 from halflife.report.table import Table
-from halflife.runs.folder import LENGTHS_CSV, TIMESCALES_CSV
+from halflife.runs.folder import LENGTHS_CSV, TIMESCALES_CSV, VALIDATION_CSV
 from halflife.runs.records import CELL, Comparison
 
 TIMESCALES = ("layer", "position", "channel", "initial", "trained")
@@ -35,6 +35,18 @@ def write_timescales(run: Comparison) -> None:
     ]
     if rows:
         write_text(run.path / TIMESCALES_CSV, Table((*CELL, *TIMESCALES), rows).csv())
+
+
+def write_validations(run: Comparison) -> None:
+    """Write the accuracy on validation data, for text the loss in nats, by step of training. A row is one step."""
+    rows = [
+        (*cell, step, f"{value:.6g}")
+        for training, cell in run.cells()
+        for key in ("validation_accuracy", "validation_loss")
+        for step, value in zip(*training.curve(key), strict=True)
+    ]
+    if rows:
+        write_text(run.path / VALIDATION_CSV, Table((*CELL, "step", "validation"), rows).csv())
 
 
 def _rows_of(layer: dict[str, Any], train_length: int | None) -> Iterator[tuple[Any, ...]]:
