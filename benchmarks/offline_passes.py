@@ -178,6 +178,21 @@ def _bounded(bound: bool) -> Any:
     return laws.bounded_decay(leaf(BATCH, LENGTH, 16, 64), weight(16, 64) if bound else None, True)
 
 
+def _erase_write(heads: int, key: int, value: int) -> Any:
+    from halflife.ops.dplr import erase_write
+
+    k, v = leaf(BATCH, LENGTH, heads, key), leaf(BATCH, LENGTH, heads, value)
+    gates = leaf(BATCH, LENGTH, heads * key), leaf(BATCH, LENGTH, heads * value)
+    return erase_write(*gates, k, v, weight(BATCH, LENGTH, heads, key))
+
+
+def _feedback(heads: int, key: int, apart: bool = False) -> Any:
+    from halflife.ops.dplr import feedback_keys
+
+    q, k = (leaf(BATCH, LENGTH, heads, key) for _ in range(2))
+    return feedback_keys(q, k, leaf(BATCH, LENGTH, heads), weight(heads), weight(heads), apart=apart)
+
+
 def _running(packed: bool) -> Any:
     from halflife.ops.linear_attention import running_decay
     from halflife.packing import Packing
@@ -283,6 +298,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "rotate 128 in part": lambda: _rotated(8, 128, 16),
     "bounded_decay": lambda: _bounded(True),
     "bounded_decay, first layer": lambda: _bounded(False),
+    "erase_write 64": lambda: _erase_write(16, 64, 64),
+    "feedback_keys 64": lambda: _feedback(16, 64),
+    "feedback_keys 128, apart": lambda: _feedback(8, 128, apart=True),
     "running_decay": lambda: _running(False),
     "running_decay, packed": lambda: _running(True),
     "longhorn_keys": lambda: _longhorn(32, 16),

@@ -11,6 +11,7 @@ from halflife.models import loss
 from halflife.ops import causal_conv1d, fused, rwkv7
 from halflife.ops.backends import dispatch
 from halflife.ops.cross_entropy import cross_entropy, losses_and_errors
+from halflife.ops.dplr import erase_write, feedback_keys
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
@@ -285,6 +286,32 @@ def test_keys_of_rwkv7(dtype, shape, read, few_tiles):
     check(run, tensors, dtype, wide=("bias", "unit", "change", "bonus"))
 
 
+@crossed(strength=1, dtype=DTYPES, shape=HEADS, value=[5, 20, 1], most=[1.0, 2.0])
+def test_erase_and_write_gates(dtype, shape, value, most, few_tiles):
+    """Of Gated DeltaNet-2, with values of other sizes than keys."""
+    draw, (*rows, heads, size) = generator(shape), shape
+    sizes = {"erase": (*rows, heads * size), "write": (*rows, heads * value), "k": shape, "v": (*rows, heads, value)}
+    tensors = {name: torch.randn(x, generator=draw) for name, x in {**sizes, "g": shape}.items()}
+
+    def run(backend, erase, write, k, v, g):
+        return erase_write(strided(erase), strided(write), strided(k), strided(v), -g.abs(), most, backend)
+
+    check(run, tensors, dtype, wide=("g",))
+
+
+@crossed(strength=1, dtype=DTYPES, shape=HEADS, apart=[True, False], most=[1.0, 2.0])
+def test_keys_with_feedback(dtype, shape, apart, most, few_tiles):
+    """Of Comba."""
+    draw = generator(shape)
+    sizes = {"q": shape, "k": shape, "logits": shape[:3], "share": shape[2:3], "output": shape[2:3]}
+    tensors = {name: torch.randn(x, generator=draw) for name, x in sizes.items()}
+
+    def run(backend, q, k, logits, share, output):
+        return feedback_keys(strided(q), strided(k), logits, share, output, most, apart, backend=backend)
+
+    check(run, tensors, dtype, wide=("share", "output"))
+
+
 @crossed(strength=1, dtype=DTYPES, shape=HEADS)
 def test_outputs_of_rwkv7(dtype, shape, few_tiles):
     draw, channels = generator(shape), (shape[2] * shape[3],)
@@ -449,6 +476,8 @@ GIVEN = {
     "rwkv7_keys": (X4, X4 + 1, X4 - 1, X4[0, 0], X4[0, 1], X4[0, 2], X4[1, 0], torch.float32),
     "rwkv7_output": (X4, X4[..., 0], X4 + 1, X4.flatten(2), *X4[0, :2].flatten(1), 1e-3, torch.bfloat16),
     "rwkv7_values": (X4, X4 + 1, X4 - 1, X4[0, 0]),
+    "erase_write": (X4.flatten(2), X4.flatten(2) + 1, X4, X4 - 1, -X4.exp(), 1.0),
+    "feedback_keys": (X4, X4 + 1, X4[..., 0], X4[0, 0, :, 0], X4[0, 0, :, 1], 2.0, False, torch.float32),
     "relu_square": (X,),
     "token_mix of one tensor": (X, X[:, 0], torch.randn(1, 4), X + 2, X[1, 0], X[0, 0], 1e-5, torch.float32, True),
     "token_mix": (X, X + 1, torch.randn(3, 4), None, None, None, 0.0, torch.float32, False),

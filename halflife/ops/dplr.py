@@ -3,7 +3,8 @@
     S_t = (diag(e^{g_t}) + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ q_t · scale
 
 RWKV-7 uses it with `a = −κ̂`, `b = κ̂ ⊙ iclr` (Peng et al. 2025), and the Decay paper studies it (§5.6). The delta rule
-without decay is the case `a = −β k, b = k, k ← β k` (Yang et al. 2024).
+without decay is the case `a = −β k, b = k, k ← β k` (Yang et al. 2024). Those of Gated DeltaNet-2 and of Comba are
+passes here.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
-from halflife.ops.backends.dispatch import dispatch, implements, steps_by
+from halflife.ops.backends.dispatch import dispatch, implements, implements_pass, run_gpu_pass, steps_by
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.chunked.groups import each_head
+from halflife.ops.fused import l2_normalize
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
 from halflife.ops.spec import define
 from halflife.packing import Packing
+from halflife.precision import ROOMY
 
 define(
     "dplr", q="B T G K", k="B T G K", v="B T H V", a="B T H K", b="B T H K | None", g="B T H | B T H K | None",
@@ -217,3 +220,95 @@ class DPLRBlock(blocks.ChunkBlock):
             dy += dy_part
             diagonals.append(diagonal)
         return diagonals
+
+
+def erase_write(
+    erase: Tensor, write: Tensor, k: Tensor, v: Tensor, g: Tensor, most: float = 1.0, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """What reads the state in Gated DeltaNet-2, `a = −most σ(erase) ⊙ k ⊙ e^g`, and its values `σ(write) ⊙ v`.
+
+    Args:
+        erase, write: logits `[B, T, H·K]` and `[B, T, H·V]`.
+        k, v: keys `[B, T, H, K]` and values `[B, T, H, V]`.
+        g: log-decays, `[B, T, H]` or `[B, T, H, K]`.
+        most: the limit of the erase gate.
+        backend: "auto", or one of `available_backends("erase_write")`.
+
+    Returns:
+        Both in the dtypes of k and v.
+    """
+    return run_gpu_pass("erase_write", _erase_write, backend, (erase, write, k, v, g), most)
+
+
+def _erase_write(erase: Tensor, write: Tensor, k: Tensor, v: Tensor, g: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    decay = (g.exp() if g.ndim == k.ndim else g.exp().unsqueeze(-1)).to(k.dtype)
+    erase, write = erase.sigmoid().view_as(k), write.sigmoid().view_as(v)
+    return -(erase if most == 1 else most * erase) * k * decay, write * v
+
+
+def feedback_keys(
+    q: Tensor, k: Tensor, logits: Tensor, share: Tensor, output: Tensor, most: float = 1.0, apart: bool = False,
+    dtype: torch.dtype | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Comba's queries `norm(q − d s k)`, keys `β norm(k)`, and what reads the state, `−s norm(k)`.
+
+    Here `β = most · σ(logits)`, `s = σ(share)` and d is `output`.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        logits: `[B, T, H]`.
+        share, output: `[H]`.
+        most: the limit of β.
+        apart: whether `−norm(s k)` reads the state.
+        dtype: that of the results, or None for that of q.
+        backend: "auto", or one of `available_backends("feedback_keys")`.
+
+    Returns:
+        All three, `[B, T, H, K]`.
+    """
+    plain = functools.partial(_feedback_keys, backend=backend)
+    return run_gpu_pass("feedback_keys", plain, backend, (q, k, logits, share, output), most, apart, dtype)
+
+
+def _feedback_keys(
+    q: Tensor, k: Tensor, logits: Tensor, share: Tensor, output: Tensor, most: float, apart: bool,
+    dtype: torch.dtype | None, backend: str = "chunked",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype, share = dtype or q.dtype, share.sigmoid().unsqueeze(-1)
+    parts = q - output.unsqueeze(-1) * share * k, k, *([share * k] if apart else [])
+    q, k, *read = (l2_normalize(part.to(ROOMY[part.dtype]), backend=backend) for part in parts)
+    beta = logits.to(ROOMY[logits.dtype]).sigmoid().unsqueeze(-1)
+    found = q, (beta if most == 1 else most * beta) * k, -(read[0] if read else share * k)
+    return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
+
+
+def _launch(name: str, *given: Any) -> Any:
+    return triton.custom_op(name)(*given)
+
+
+def _launch_feedback(*given: Any) -> Any:
+    *tensors, most, apart, dtype = given
+    return triton.custom_op("feedback_keys")(*tensors, most, apart, dtype or tensors[0].dtype)
+
+
+def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
+    """The `why_not` of Triton kernels that have all channels of a head in one program."""
+    if tensors is not None:
+        size = max(x.shape[-1] for x in tensors if x.ndim == 4)
+        if size > triton.SIZES[-1]:
+            return f"the Triton kernel of {op} takes heads of at most {triton.SIZES[-1]} channels; got {size}"
+        if op == "erase_write" and tensors[4].ndim == 3:
+            return "the Triton kernel of erase_write takes a vector decay"
+    return triton.why_not_pass(op, device, tensors)
+
+
+define(
+    "erase_write", erase="B T D", write="B T D", k="B T H K", v="B T H V", g="B T H K | B T H", log_decays=["g"],
+    settings={"most": 1.0},
+)  # fmt: skip
+define(
+    "feedback_keys", q="B T H K", k="B T H K", logits="B T H", share="H", output="H",
+    settings={"most": 1.0, "apart": False, "dtype": None},
+)  # fmt: skip
+implements_pass("erase_write", _erase_write, triton=(functools.partial(_launch, "erase_write"), _why_not))
+implements_pass("feedback_keys", _feedback_keys, triton=(_launch_feedback, _why_not))

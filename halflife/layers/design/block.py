@@ -118,6 +118,7 @@ class LinearMixer(DecayGate, HasMemory):
 
     maps_of_input = (
         "qkv_proj", "beta_proj", "decay_proj.down", "decay_proj.up", "gate.proj", "gate.down", "gate_rank.proj",
+        "erase_proj", "write_proj",
     )  # fmt: skip
     defaults: ClassVar[Mapping[str, Any]] = {}
     fixed: ClassVar[Mapping[str, Any]] = {}
@@ -164,8 +165,8 @@ class LinearMixer(DecayGate, HasMemory):
         self.unit_keys = self.update.unit_keys if keys.qk_norm is None else keys.qk_norm
         self.unit_queries = self.unit_keys and (self.update.unit_queries or keys.qk_norm is not None)
         # The channels and size of queries and keys that a GPU normalises in the kernel of the convolution.
-        follows = self.unit_queries and not self.update.norms_apart and type(self.update).query is Update.query
-        follows = follows and self.conv is not None and keys.feature_map == "none" and not keys.share_keys
+        follows = self.unit_queries and not self.update.norms_apart and self.conv is not None
+        follows = follows and keys.feature_map == "none" and not keys.share_keys
         self.unit_outputs = (sum(self.splits[:-1]), self.head_dim) if follows else None
 
     def _check(self, decay: BlockDecay, vector: bool) -> None:
@@ -301,7 +302,6 @@ class LinearMixer(DecayGate, HasMemory):
         else:
             k = shared_key.to(q.dtype)
             k = torch.cat([k, k], -1) if self.position == "rope" else k
-        q = self.update.query(self, q, k)
         if self.unit_keys and not normed and not self.update.norms_apart:
             q, k = (x.to(ROOMY[x.dtype]) for x in (q, k))
             q = l2_normalize(q, backend=self.pass_backend) if self.unit_queries else q

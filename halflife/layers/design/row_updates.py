@@ -16,7 +16,7 @@ from halflife.layers.mixer import State
 from halflife.layers.parts import ShortConv
 from halflife.ops import ridge_attention
 from halflife.ops.backends.split import split
-from halflife.ops.fused import l2_normalize
+from halflife.ops.dplr import erase_write, feedback_keys
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, inverse_softplus_of
 
@@ -34,10 +34,9 @@ class EraseWrite(Update):
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         x, q, k, v, g, *_ = tokens
         assert g is not None
-        decay = g.exp() if g.ndim == k.ndim else g.exp().unsqueeze(-1)
-        erase, write = block.erase_proj(x).sigmoid().view_as(k), block.write_proj(x).sigmoid().view_as(v)
-        erase = 2 * erase if self.allow_neg_eigval else erase
-        return by_dplr(block, tokens, q, k, write * v, -erase * k * decay.to(k.dtype), None)
+        gates = block.erase_proj(x), block.write_proj(x)
+        read, v = erase_write(*gates, k, v, g, 2.0 if self.allow_neg_eigval else 1.0, block.pass_backend)
+        return by_dplr(block, tokens, q, k, v, read, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,32 +48,19 @@ class Feedback(Update):
         normalize_feedback: whether p is L2-normalised in the state, as in fla's layer, which cancels σ(b) there.
     """
 
-    name = "feedback"
+    name, norms_apart = "feedback", True
     correction: float = 1.0
     normalize_feedback: bool = False
-
-    @property
-    def norms_apart(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.normalize_feedback
 
     def add_maps(self, block: Block, hidden_size: int) -> None:
         block.feedback = FeedbackShare(block.num_heads, self.correction)
 
-    def query(self, block: Block, q: Tensor, k: Tensor) -> Tensor:
-        return q - block.feedback()[1] * k
-
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         x, q, k, v, *_ = tokens
-        v = v.to(ROOMY[v.dtype])
-        beta, share = self.strength(block, x).unsqueeze(-1), block.feedback()[0]
-        if self.normalize_feedback:
-            parts = (part.to(ROOMY[part.dtype]) for part in (q, share * k, k))
-            q, p, k = (l2_normalize(part, backend=block.pass_backend) for part in parts)
-        else:
-            p = share * k
-        read = -beta * p
-        q, written, read, k = (part.to(v.dtype) for part in (q, beta * k, read, k))  # autocast leaves some in float32
-        return by_dplr(block, tokens, q, written, v, read, k)
+        most = 2.0 if self.allow_neg_eigval else 1.0
+        settings = most, self.normalize_feedback, ROOMY[v.dtype], block.pass_backend
+        q, written, read = block.feedback(q, k, block.beta_proj(x), *settings)
+        return by_dplr(block, tokens, q, written, v, read, None)
 
 
 class FeedbackShare(nn.Module):
@@ -94,10 +80,9 @@ class FeedbackShare(nn.Module):
         nn.init.ones_(self.share)
         nn.init.constant_(self.output, self.correction)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """σ(b) and d σ(b), `[H, 1]` each."""
-        share = self.share.sigmoid()
-        return share.unsqueeze(-1), (self.output * share).unsqueeze(-1)
+    def forward(self, q: Tensor, k: Tensor, logits: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """`ops.dplr.feedback_keys` with these numbers."""
+        return feedback_keys(q, k, logits, self.share, self.output, *settings)
 
 
 @dataclass(frozen=True, kw_only=True)

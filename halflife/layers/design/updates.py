@@ -76,10 +76,6 @@ class Update:
     def add_maps(self, block: Block, hidden_size: int) -> None:
         """Add the maps that only this update has."""
 
-    def query(self, block: Block, q: Tensor, k: Tensor) -> Tensor:
-        """The queries `[B, T, H, K]`, before they are normalised."""
-        return q
-
     def strength(self, block: Block, x: Tensor) -> Tensor:
         """The writing strengths β `[B, T, steps · H]`."""
         beta = block.beta_proj(x)
