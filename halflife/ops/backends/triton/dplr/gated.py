@@ -148,8 +148,8 @@ def _feedback_kernel(
 @triton.jit
 @no_type_check
 def _feedback_back_kernel(
-    q, k, logits, share, output, dquery, dwritten, dread, dq, dk, dlogits, sums, tokens, heads, size, q_t, k_t, l_t, most,
-    tiles, APART: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    q, k, logits, share, output, dquery, dwritten, dread, dq, dk, dlogits, sums, tokens, heads, size, q_t, k_t, l_t,
+    most, tiles, APART: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads).to(tl.int64)
