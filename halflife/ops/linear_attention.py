@@ -199,7 +199,7 @@ def running_decay(
 def _running_decay(
     f: Tensor, first: Tensor | None, empty: bool, with_key: bool, packing: Packing | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, packing = f.to(compute_dtype(f)), packing or Packing(*f.shape[:2])
+    x, packing = f.to(compute_dtype(f)), packing or Packing(f.shape[0], f.shape[1])
     if first is None:
         first = x.new_full((packing.num_sequences, x.shape[2]), -torch.inf if empty else 0.0)
     found = [_of_rows(x[:, tokens], first[rows]) for rows, tokens in packing.pieces()] or [(x, first)]
