@@ -118,8 +118,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     q, k, v = [call[name] for name in ("q", "k", "v")]
     if {q.dtype, k.dtype, v.dtype} == MIXED:
         q, k, v = q.float(), k.float(), v.float()
-    # Only the kernels of DPLR, which KDA's are, need states that are zeros.
-    initial = None if call.state is None and not (vector and beta is not None) else call.first_state(torch.float32)
+    initial = None if call.state is None else call.first_state(torch.float32)
     if vector:
         kernels = torch.ops.halflife.triton_vector if beta is None else torch.ops.halflife.triton_kda
         gates = [*(() if beta is None else (beta,)), decay, initial]
@@ -141,10 +140,10 @@ def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
     if {x.dtype for x in matrices if x is not None} == MIXED:
         matrices = [None if x is None else x.float() for x in matrices]
     load()
+    initial = None if call.state is None else call.first_state(torch.float32).contiguous()
     o, final, *_ = torch.ops.halflife.triton_dplr(
-        *matrices, call.decay, call.first_state(torch.float32).contiguous(), call.packing.cu_seqlens,
-        float(call.output_scale), call.chunk_size,
-    )  # fmt: skip
+        *matrices, call.decay, initial, call.packing.cu_seqlens, float(call.output_scale), call.chunk_size
+    )
     return o, final
 
 

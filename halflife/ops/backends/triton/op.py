@@ -41,14 +41,12 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def differentiable(
-    name: str, count: int, forward: Callable[..., Any], backward: Callable[..., Any], reads_final: bool = True
-) -> None:
+def differentiable(name: str, count: int, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     """Declare the op `name(*tensors, *settings) → (o, final, *kept)` and its gradient.
 
     The first `count` arguments are the tensors that have gradients, from q, k and v to the initial states. `kept` are
     what the backward pass reads beside them. It is `name_backward(do, dfinal, *kept, *tensors, *settings) → gradients`,
-    with an empty tensor for None. Where it `reads_final`, it gets zeros for final states that have no gradient.
+    with an empty tensor for None.
     """
     kernels, gradients = declare(name, forward), declare(f"{name}_backward", backward)
 
@@ -63,8 +61,6 @@ def differentiable(
             raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
         saved = ctx.saved_tensors
         tensors = saved[-count - 1 : -1]
-        if dfinal is None and reads_final:
-            dfinal = torch.zeros_like(tensors[-1])
         do = torch.zeros_like(tensors[2]) if do is None else even(do)
         dfinal = None if dfinal is None else dfinal.contiguous()
         found = gradients(do, dfinal, *saved, ctx.scale, ctx.chunk_size)
@@ -127,37 +123,39 @@ def _delta_backward(
 
 
 def _dplr(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return dplr.forward(q, k, v, a, b, g, initial, cu_seqlens, scale, chunk_size)
 
 
 def _dplr_backward(
-    do: Tensor, dfinal: Tensor, entering: Tensor, transition: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
-    b: Tensor | None, g: Tensor | None, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    do: Tensor, dfinal: Tensor | None, entering: Tensor, transition: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
+    b: Tensor | None, g: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     rest = (entering, transition, cu_seqlens, scale, chunk_size, do, dfinal)
     return _present(*dplr.backward(q, k, v, a, b, g, initial, *rest))
 
 
 def _kda(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return of_delta.forward(q, k, v, beta, g, initial, cu_seqlens, scale, chunk_size)
 
 
 def _kda_backward(
-    do: Tensor, dfinal: Tensor, entering: Tensor, transition: Tensor, a: Tensor, values: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, beta: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int,
+    do: Tensor, dfinal: Tensor | None, entering: Tensor, transition: Tensor, a: Tensor, values: Tensor, q: Tensor,
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    chunk_size: int,
 ) -> list[Tensor]:  # fmt: skip
     rest = (entering, transition, a, values, cu_seqlens, scale, chunk_size, do, dfinal)
     return _present(*of_delta.backward(q, k, v, beta, g, initial, *rest))
 
 
-differentiable("triton_linear", 8, _linear, _linear_backward, reads_final=False)
-differentiable("triton_vector", 5, _vector, _vector_backward, reads_final=False)
-differentiable("triton_delta", 7, _delta, _delta_backward, reads_final=False)
+differentiable("triton_linear", 8, _linear, _linear_backward)
+differentiable("triton_vector", 5, _vector, _vector_backward)
+differentiable("triton_delta", 7, _delta, _delta_backward)
 differentiable("triton_dplr", 7, _dplr, _dplr_backward)
 differentiable("triton_kda", 6, _kda, _kda_backward)

@@ -175,10 +175,11 @@ def _inputs(x: Operands, *given: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def _join(x: Operands, update: Tensor, transition: Tensor, first: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """The states entering the segments, and the last ones of all sequences."""
-    entering, last = torch.empty_like(update), torch.empty_like(first)
-    sequences, heads, rows, value = first.shape
+def _join(x: Operands, update: Tensor, transition: Tensor, first: Tensor | None, back: bool) -> tuple[Tensor, Tensor]:
+    """The states entering the segments, and the last ones of all sequences; no `first` ones are zeros."""
+    entering, last = torch.empty_like(update), update.new_empty(x.segments.num_sequences, *update.shape[1:])
+    first = torch.zeros_like(last) if first is None else first
+    sequences, heads, rows, value = last.shape
     if sequences * heads:
         launch(join_kernel, (sequences * heads, triton.cdiv(value, 16)))(
             update, transition, first, entering, last, x.segments.sequences, x.segments.per_sequence, heads, rows,
@@ -188,23 +189,23 @@ def _join(x: Operands, update: Tensor, transition: Tensor, first: Tensor, back: 
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor | None,
     cu_seqlens: Tensor | None, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the outputs, the final states, and of segments the entering states and how they change states.
 
-    No b is k.
-
-    The last two are empty where each sequence is one segment, and else go to `backward`.
+    No b is k, and no initial states are zeros. The last two are empty where each sequence is one segment, and else go
+    to `backward`.
     """
     x = _operands(q, k, v, a, b, g, cu_seqlens, scale, chunk_size)
     chunks, out = reduce(x, back=False), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    shape = v.shape[2], q.shape[3], v.shape[3]
     if x.segments.whole:
-        final = torch.empty_like(initial)
+        final = v.new_empty(x.segments.num_sequences, *shape, dtype=torch.float32)
         _walk(x, chunks, x.v, initial, out=out, leaving=final)
-        return out, final, initial.new_empty(0), initial.new_empty(0)
-    update = initial.new_empty(x.segments.count, *initial.shape[1:])
-    transition = initial.new_empty(*update.shape[:3], initial.shape[2])
+        return out, final, final.new_empty(0), final.new_empty(0)
+    update = v.new_empty(x.segments.count, *shape, dtype=torch.float32)
+    transition = update.new_empty(*update.shape[:3], shape[1])
     _walk(x, chunks, x.v, None, leaving=update)
     _walk(x, chunks, None, None, leaving=transition)
     entering, final = _join(x, update, transition, initial, back=False)
@@ -213,10 +214,10 @@ def forward(
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor | None, g: Tensor | None, initial: Tensor | None,
     entering: Tensor, transition: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor,
-    dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    dfinal: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k, v, a, b, the log-decays and the initial states; of q and k head by head.
 
     Without b, that of k has both parts.
@@ -227,7 +228,7 @@ def gradients(
     dv, whole = torch.empty_like(do), x.segments.whole
     _walk(x, chunks, x.v, initial if whole else entering, solved=solved, states=states)
     if whole:
-        after, before = dfinal, torch.empty_like(initial)
+        after, before = dfinal, None if initial is None else torch.empty_like(initial)
         dinitial = before
     else:
         update = torch.empty_like(entering)

@@ -99,8 +99,8 @@ def as_dplr(k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, Tens
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor, cu_seqlens: Tensor | None, scale: float,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what DPLR returns, and its rows a and values."""
     a, values = as_dplr(k, v, beta, g)
@@ -109,9 +109,10 @@ def forward(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor, entering: Tensor, transition: Tensor,
-    a: Tensor, values: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial: Tensor | None, entering: Tensor,
+    transition: Tensor, a: Tensor, values: Tensor, cu_seqlens: Tensor | None, scale: float, chunk_size: int, do: Tensor,
+    dfinal: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k, v, beta, the log-decays and the initial states."""
     rest = initial, entering, transition, cu_seqlens, scale, chunk_size, do, dfinal
     dq, dk, dv, da, _, dg, dinitial = dplr.gradients(q, k, values, a, None, g, *rest)
