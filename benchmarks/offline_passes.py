@@ -212,6 +212,18 @@ def _longhorn(heads: int, key: int) -> Any:
     return longhorn_keys(leaf(BATCH, LENGTH, heads), leaf(BATCH, LENGTH, key), torch.bfloat16)
 
 
+def _gates(heads: int, post: bool, strengths: bool) -> Any:
+    from halflife.ops import laws
+    from halflife.ops.laws.gates import SlowInput, gates
+
+    rows, vector = (BATCH, LENGTH, heads), weight(heads)
+    spectrum = laws.Spectrum(weight(1), weight(heads - 1), 8.0) if post else None
+    position = torch.empty(LENGTH, dtype=torch.long, device="meta") if post else None
+    law = laws.Unevaluated(leaf(*rows), laws.Law("softplus", vector, vector), spectrum, position, (heads,), gains=post)
+    slow = SlowInput(leaf(*rows), weight(heads, 4), weight(heads), weight(heads), None)
+    return gates(law, leaf(*rows) if strengths else None, slow)[:4]
+
+
 def _ranks(heads: int, key: int, rank: int) -> Any:
     """The products and the output of Mamba-3 MIMO, of values with 64 channels."""
     from halflife.ops import trapezoid
@@ -305,6 +317,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "running_decay, packed": lambda: _running(True),
     "longhorn_keys": lambda: _longhorn(32, 16),
     "longhorn_keys of channels": lambda: _longhorn(2048, 16),
+    "gates of mamba2+post+gate_rank": lambda: _gates(32, True, False),
+    "gates of gated_deltanet+gate_rank": lambda: _gates(16, False, True),
     "running_angles": lambda: _angles(False),
     "running_angles, packed": lambda: _angles(False, packed=True),
     "running_angles of heads": lambda: _angles(True),

@@ -174,12 +174,9 @@ def decays() -> dict[str, list[Launch]]:
         with offline_kernels.captured(found.setdefault(f"decays, {case}", [])):
             laws._log_decay(*given, with_step)
             laws.log_decay_backward(f.float(), f.float() if with_step else None, *given)
-        if with_step:
-            with offline_kernels.captured(found.setdefault("decays, mamba2+post", [])):
-                post._decays(f, vector, meta(1), vector[1:], given[4], 8.0, *given[5:], with_step)
     for count in (32, 2048):
         vector = meta(count)
         with offline_kernels.captured(found.setdefault(f"spectrum, {count}", [])):
             post._spectrum(meta(1), vector[1:], 8.0)
-            post._spectrum_backward(meta(1), vector[1:], vector, vector, 8.0)
+            post.spectrum_backward(meta(1), vector[1:], vector, vector, 8.0)
     return found

@@ -9,8 +9,14 @@ from helpers import assert_close, generator
 from pairwise import crossed
 
 from halflife import decay
-from halflife.ops.laws import SHAPES, Law, bounded_decay, log_decay, ordered_spectrum
+from halflife.models import LanguageModel, preset
+from halflife.ops.backends.dispatch import run_pass
+from halflife.ops.laws import SHAPES, Law, Spectrum, Unevaluated, bounded_decay, log_decay, ordered_spectrum
+from halflife.ops.laws import gates as gate_ops
+from halflife.ops.laws.gates import SlowInput
+from halflife.ops.laws.gates import gates as gates_of
 from halflife.ops.linear_attention import longhorn_keys, running_decay
+from halflife.packing import Packing
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
@@ -20,8 +26,8 @@ from test_triton_passes import strided
 from halflife.ops.backends import triton
 from halflife.ops.backends.triton import laws as kernels
 from halflife.ops.backends.triton import post as spectra
+from halflife.ops.backends.triton.joint import decays as joint
 from halflife.ops.backends.triton.vector import bounded, longhorn, running
-from halflife.packing import Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The worst errors measured over this file's cases, relative to the largest entry of a tensor; four times are allowed.
@@ -45,6 +51,7 @@ def check_law(shape, channels, length=40, dtype=torch.float32, *, taper=True, li
     draw = generator(shape, channels, length)
     tensors = {"f": scale * torch.randn(2, length, *channels, generator=draw).to(dtype)}
     tensors |= {name: torch.randn(channels, generator=draw) for name in ("bias", "rate")}
+    tensors["bias"] = tensors["bias"].to(dtype)
     if taper:
         tensors["taper"] = torch.rand(channels, generator=draw)
         tensors["position"] = torch.randint(1, 100_000, (2, length), generator=draw)
@@ -58,7 +65,7 @@ def check_law(shape, channels, length=40, dtype=torch.float32, *, taper=True, li
 
         return law
 
-    names = dict.fromkeys(tensors, torch.float32) | {"f": dtype, "position": torch.long}
+    names = dict.fromkeys(tensors, torch.float32) | {"f": dtype, "bias": dtype, "position": torch.long}
     wide = {name: torch.long if name == "position" else torch.float64 for name in tensors}
     got, want = with_gradients(tensors, names, run("triton")), with_gradients(tensors, wide, run("reference"))
     assert_close(got, want, 4 * WORST[dtype])
@@ -220,14 +227,14 @@ def test_decays_run_by_the_kernels(name, post, monkeypatch):
         return {"g": g.detach(), "df": inputs.grad, **grads}
 
     launched, launch = [], kernels.launch
-    for module in (kernels, spectra):
+    for module in (kernels, spectra, joint):
         monkeypatch.setattr(module, "launch", lambda *x: launched.append(x[0]) or launch(*x))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cpu", False)
         patch.setattr("halflife.ops.backends.dispatch.SMALLEST_PASS", 0)
         patch.setattr("halflife.ops.backends.dispatch.choose", always_triton)
         got = run()
-    laws = [kernel for kernel in launched if kernel not in (spectra._spectrum_kernel, spectra._spectrum_back_kernel)]
+    laws = [kernel for kernel in launched if kernel not in (spectra.spectrum_kernel, spectra._spectrum_back_kernel)]
     together = post == {} and name == "mamba2"
     assert len(laws) == (0 if name == "mamba2_no_a" else 2)
     assert len(launched) - len(laws) == (0 if post is None else 1 if together else 2)
@@ -245,6 +252,100 @@ def always_triton(op, backend, device, call=None):
     return (known if known.why_not(op, device, call) is None else OPS[op].backends["reference"]).function
 
 
+# -------------------------------------------------------------------------------------------- the gates of a layer
+
+
+def check_gates(
+    kind, channels=(5,), length=40, dtype=torch.float32, *, parts=("logits", "slow"), packed=False, width=4
+):
+    """A law, a law with a taper, or PoST's spectrum, with other gates, packed or not, with a state."""
+    draw = generator(kind, channels, length)
+    rows = (1, 2 * length) if packed else (2, length)
+    bounds = torch.tensor([0, length // 3, length // 3, 2 * length]) if packed else None
+    sequences, gates, size = 3 if packed else 2, 3, math.prod(channels)
+    tensors = {"f": 3 * torch.randn(*rows, *channels, generator=draw).to(dtype)}
+    tensors["bias"] = torch.randn(channels, generator=draw)
+    if kind == "spectrum":
+        tensors |= {"theta": torch.randn(1, generator=draw), "delta": torch.randn(size - 1, generator=draw)}
+    else:
+        tensors["rate"] = torch.randn(channels, generator=draw)
+    if kind != "law":
+        tensors["position"] = torch.randint(1, 100_000, rows, generator=draw)
+    if kind == "taper":
+        tensors["taper"] = torch.rand(channels, generator=draw)
+    if "logits" in parts:
+        tensors["logits"] = torch.randn(*rows, 7, generator=draw).to(dtype)
+    if "slow" in parts:
+        tensors["slow"] = torch.randn(*rows, gates, generator=draw).to(dtype)
+        tensors["taps"] = torch.randn(gates, width, generator=draw)
+        tensors |= {name: torch.randn(gates, generator=draw) for name in ("shift", "slow_rate")}
+        tensors["first"] = torch.randn(sequences, gates, width - 1, generator=draw)
+
+    def run(backend):
+        def all_gates(f, bias, rate=None, position=None, taper=None, theta=None, delta=None, logits=None, **slow):
+            f = torch.cat([f, f], -1)[..., : channels[-1]]  # other strides
+            law, taper = Law("softplus", bias, rate, 0.7), taper
+            if theta is not None:
+                taper, law = Spectrum(theta, delta, 4.0), law._replace(rate=theta)
+            packing = Packing(*rows, None if bounds is None else bounds.to(DEVICE))
+            decay = Unevaluated(f, law, taper, position, channels, 2.0, True)
+            return gates_of(decay, logits, SlowInput(*slow.values()) if slow else None, packing, backend)
+
+        return all_gates
+
+    narrow = {name: dtype if name in ("f", "logits", "slow") else x.dtype for name, x in tensors.items()}
+    wide = {name: torch.long if name == "position" else torch.float64 for name in tensors}
+    got, want = with_gradients(tensors, narrow, run("triton")), with_gradients(tensors, wide, run("reference"))
+    assert_close(got, want, 4 * WORST[dtype])
+
+
+@crossed(
+    strength=1, kind=["law", "taper", "spectrum"], channels=[(5,), (4, 20)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16], parts=[(), ("logits",), ("slow",), ("logits", "slow")],
+    packed=[True, False], width=[1, 4],
+)  # fmt: skip
+def test_gates(kind, channels, dtype, parts, packed, width):
+    channels = channels[:1] if kind == "spectrum" else channels
+    check_gates(kind, channels, dtype=dtype, parts=parts, packed=packed, width=width)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_gates_of_short_sequences(length):
+    check_gates("spectrum", length=length)
+
+
+@pytest.mark.parametrize("name", ["mamba2+gate_rank", "mamba2+post+gate_rank", "gated_deltanet+gate_rank"])
+def test_a_layer_has_one_pass_of_gates(name, monkeypatch):
+    """With the outputs, states and gradients that it has on a CPU, in pieces and packed."""
+    torch.manual_seed(0)
+    options = {} if name.startswith("mamba2") else {"allow_neg_eigval": True}
+    config = preset(name, hidden_size=32, num_heads=2, num_layers=1, vocab_size=8, mixer_options=options)
+    layer = LanguageModel(config).blocks[0].mixer.double()
+    x = torch.randn(1, 30, 32, dtype=torch.float64)
+
+    def run(bounds=None):
+        layer.zero_grad()
+        inputs, state, outputs = x.clone().requires_grad_(), None, []
+        pieces = inputs.split(30 if bounds is not None else 17, 1)
+        for piece in pieces:
+            y, state = layer(piece, state, cu_seqlens=bounds)
+            outputs.append(y)
+        y = torch.cat(outputs, 1)
+        (y.sum() + sum(part.sum() for name, part in state.items() if name != "position")).backward()
+        found = {key: p.grad for key, p in layer.named_parameters() if p.grad is not None}
+        return {"y": y.detach(), "dx": inputs.grad, **state, **found}
+
+    calls = []
+    for bounds in (None, torch.tensor([0, 9, 30])):
+        want = run(bounds)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cpu", False)
+            patch.setattr(gate_ops, "run_pass", lambda *x: calls.append(x[0]) or run_pass(*x))
+            got = run(bounds)
+        assert_close({key: part.detach() for key, part in got.items()}, {k: x.detach() for k, x in want.items()}, 1e-12)
+    assert calls == ["gates"] * 3
+
+
 def test_as_custom_ops():
     """What torch.compile and autograd rely on: schemas, shapes of fake tensors, and registered gradients."""
     f, vector = torch.randn(2, 3, 4, requires_grad=True), torch.rand(4, requires_grad=True)
@@ -257,6 +358,8 @@ def test_as_custom_ops():
     torch.library.opcheck(torch.ops.halflife.triton_longhorn_keys, (f, f + 1, torch.float32), test_utils=checks)
     given = (torch.zeros(1, requires_grad=True), vector, 4.0)
     torch.library.opcheck(torch.ops.halflife.triton_spectrum, given, test_utils=checks)
-    spectrum = torch.zeros(1, requires_grad=True), vector[:3].detach().requires_grad_(), torch.arange(1, 4)
-    given = (f, vector, *spectrum, 4.0, "softplus", 1.0, 0.0, None, True)
-    torch.library.opcheck(torch.ops.halflife.triton_post_decay, given, test_utils=checks)
+    spectrum = torch.zeros(1, requires_grad=True), vector[:3].detach().requires_grad_()
+    slow = f, torch.rand(4, 3, requires_grad=True), vector, vector, torch.zeros(2, 4, 2)
+    law = "softplus", 1.0, 0.0, None, True, 4.0, 2.0
+    given = (f, vector, None, None, torch.arange(1, 4), *spectrum, f, *slow, None, *law)
+    torch.library.opcheck(torch.ops.halflife.triton_gates, given, test_utils=checks)

@@ -109,7 +109,7 @@ class Decay(Float32Module):
         """Compute log-decays `g ≤ 0` in float32 (float64 for float64 activations).
 
         Args:
-            f: activations `[B, T, H]` or `[B, T, H, K]`; the gradient flows into them. With `then` also a `Product`.
+            f: activations `[B, T, H]` or `[B, T, H, K]`; the gradient flows into them. Also a `Product`.
             position: token positions, from 1, `[T]` or `[B, T]`. Only position-adaptive decays use them.
             log_rate: base log-rates `[H]` or `[H, K]` that replace the strategy's (PoST), or None.
             step: `step_size(f)`, if the caller has it already.
@@ -117,8 +117,8 @@ class Decay(Float32Module):
             with_step: whether the parts have the step size.
             taper, offset: PoST's α and the part of its stretch that does not depend on the position, see
                 `ops.laws`, in the shape of the base log-rates.
-            then: a function whose result is returned, for a kernel that takes a token. It gets the parts, where g is
-                `ops.laws.Unevaluated` if there is a law. Its tensors may be freed after this call (FSDP).
+            then: a function whose result is returned, for another kernel that computes g. It gets the parts, where g
+                is `ops.laws.Unevaluated` if there is a law. Its tensors may be freed after this call (FSDP).
         """
         with_step = parts and with_step and self.has_step_size
         law = None if step is not None else self.law(log_rate) if then is None else self.law_of_token(log_rate)
@@ -126,7 +126,10 @@ class Decay(Float32Module):
             law, at = law if offset is None else law.moved(offset), None if taper is None else position
             return then(DecayParts(Unevaluated(f, law, taper, at, self.shape), None, None))
         if isinstance(f, Product):
-            f = F.linear(*f).unflatten(-1, self.shape)
+            bias = f.bias
+            if law is not None and law.bias is None and bias is not None:  # the pass of the law adds it
+                law, bias = law._replace(bias=bias.view(self.shape)), None
+            f = F.linear(f.x, f.weight, bias).unflatten(-1, self.shape)
         if law is not None:
             self._check(f)
             options = {"taper": taper, "offset": offset, "position": position, "with_step": with_step}
@@ -145,6 +148,11 @@ class Decay(Float32Module):
     def leaves_law(self) -> bool:
         """Whether `forward` takes `then`. It does not where a hook reads the log-decays that it returns."""
         return not (self.stateful or self.reads_shared or self._forward_hooks)
+
+    @property
+    def passes_law(self) -> bool:
+        """Whether the log-decays that `then` gets are those of a law that `ops.laws.gates` knows."""
+        return self.leaves_law and self.has_law()
 
     @classmethod
     def has_law(cls) -> bool:

@@ -187,6 +187,10 @@ class PoST(Decay):
         law = self.decay.law_of_token(self.theta) if plain and self.stretch and self.reference_length == 1 else None
         return law is not None and law.rate is self.theta and self.sorts_log_rates
 
+    @property
+    def passes_law(self) -> bool:
+        return self.leaves_law and self.decay.has_law()
+
     def _limited(self, position: Tensor) -> Tensor:
         return position if self.last_position is None else position.clamp(max=self.last_position)
 

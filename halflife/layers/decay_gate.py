@@ -10,6 +10,7 @@ from halflife.decay import Decay, DecayParts
 from halflife.layers.mixer import Mixer, Shared, State
 from halflife.layers.options import DecayChoice, Place
 from halflife.layers.parts import DecayProjection, is_watched
+from halflife.ops.laws import Product
 from halflife.packing import Packing
 
 
@@ -29,16 +30,16 @@ class DecayGate(Mixer):
         if self.decay is not None and self.decay.data_dependent:
             self.decay_proj = DecayProjection(place.hidden_size, self.decay.shape, rank, bias)
 
-    def decay_input(self, x: Tensor, token: bool = False) -> Any:
-        """The activation f of the decay, `[B, T, H]` or `[B, T, H, K]`; of a `token` it may be a `Product`."""
+    def decay_input(self, x: Tensor, product: bool = False) -> Any:
+        """The activation f of the decay, `[B, T, H]` or `[B, T, H, K]`, or if asked for also a `Product`."""
         assert self.decay is not None
         if self.decay_proj is None:  # only its shape counts
-            number = x[:, :, 0].view(*x.shape[:2], *[1] * len(self.decay.shape)) if token else x.new_zeros(())
+            number = x[:, :, 0].view(*x.shape[:2], *[1] * len(self.decay.shape)) if product else x.new_zeros(())
             return number.expand(*x.shape[:2], *self.decay.shape)
-        return self.decay_proj.product(x) if token and not is_watched(self.decay_proj) else self.decay_proj(x)
+        return self.decay_proj.product(x) if product and not is_watched(self.decay_proj) else self.decay_proj(x)
 
     def log_decays(
-        self, f: Tensor, position: Tensor, state: State, packing: Packing, shared: Shared | None = None, *,
+        self, f: Tensor | Product, position: Tensor, state: State, packing: Packing, shared: Shared | None = None, *,
         with_step: bool = False,
     ) -> tuple[DecayParts, State]:  # fmt: skip
         """The log-decays in the shape of f with their parts, and the new state of the decay, or an empty dict."""
@@ -46,6 +47,7 @@ class DecayGate(Mixer):
         if not self.decay.stateful:
             more = {"shared": shared} if self.decay.reads_shared else {}
             return self.decay(f, position=position, parts=True, with_step=with_step, **more), {}
+        assert isinstance(f, Tensor)
         given = {"position": position, "state": state.get("decay"), "cu_seqlens": packing}
         g, new = self.decay.scan(f, **given, parts=with_step)
         return g if with_step else DecayParts(g, None, None), {} if new is None else {"decay": new}

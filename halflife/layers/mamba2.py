@@ -131,16 +131,24 @@ class Mamba2(HasMemory, Mixer):
         q, k = query.unflatten(-1, (self.num_groups, -1)), key.unflatten(-1, (self.num_groups, -1))
         if self.share_features:
             pass_features(shared, q, k, values)
-        g, step, log_stretch, _ = self.decay(f, position=position, parts=True)
-        if self.stretch_gain:
-            step = step * log_stretch().exp()
-        given = x, q, k, values, g, None, state, packing
-        options = {"gain": step, "scale": 1, "chunk_size": self.chunk_size, "backend": self.backend}
-        if x.is_cpu or self.memory_kind == "log_linear":
-            y, memory = self.memory(*given, **options)
-            y = self.skip(y.flatten(-2), values.flatten(-2), partial(self.norm, z=z))
-            return self.out_proj(y), {"conv": conv, **memory}
-        y, memory = self.skip(run=lambda skip: self.memory(*given, skip=skip, **options))
+        options: dict[str, Any] = {"scale": 1, "chunk_size": self.chunk_size, "backend": self.backend}
+        if not x.is_cpu and self.memory_kind == "gate_rank" and not self.stretch_gain and self.joins(self.decay):
+
+            def run(parts: DecayParts) -> tuple[Tensor, State]:
+                given = x, q, k, values, parts.g._replace(gains=True), None, state, packing
+                return self.skip(run=lambda skip: self.memory(*given, skip=skip, **options))
+
+            y, memory = self.decay(f, position=position, parts=True, then=run)
+        else:
+            g, step, log_stretch, _ = self.decay(f, position=position, parts=True)
+            if self.stretch_gain:
+                step = step * log_stretch().exp()
+            given, options = (x, q, k, values, g, None, state, packing), options | {"gain": step}
+            if x.is_cpu or self.memory_kind == "log_linear":
+                y, memory = self.memory(*given, **options)
+                y = self.skip(y.flatten(-2), values.flatten(-2), partial(self.norm, z=z))
+                return self.out_proj(y), {"conv": conv, **memory}
+            y, memory = self.skip(run=lambda skip: self.memory(*given, skip=skip, **options))
         joins = type(self.norm) is GatedRMSNorm and not is_watched(self.norm)
         y, weight = y.flatten(-2), weight_of(self.out_proj) if joins else None
         y = self.out_proj(self.norm(y, z)) if weight is None else self.norm(y, z, weight=weight)

@@ -16,6 +16,7 @@ from halflife.ops.backends import triton
 from halflife.ops.call import Call
 from halflife.ops.chunked.groups import each_head
 from halflife.ops.laws import Unevaluated
+from halflife.ops.laws.gates import SlowInput
 from halflife.precision import autocast_dtype
 
 
@@ -91,7 +92,7 @@ class Unconvolved(NamedTuple):
         conv, (state, slow) = None if self.state is None else self.state.contiguous(), alike(*states)
         gate: list[Tensor] = []
         if isinstance(g_slow, SlowInput):
-            gate, g_slow = [dense(g_slow.f), *(x.contiguous() for x in g_slow[1:])], None
+            gate, g_slow = [dense(g_slow.f), *(x.contiguous() for x in g_slow[1:] if x is not None)], None
         up: list[Tensor] = []
         law: list[Any] = [[], 1.0]
         if isinstance(g, Unevaluated):
@@ -106,22 +107,6 @@ class Unconvolved(NamedTuple):
         )  # fmt: skip
         held = {"conv": conv is not None, "memory": True, "slow": slow is not None, "slow_conv": bool(gate)}
         return o, dict(zip([name for name, there in held.items() if there], found, strict=True))
-
-
-class SlowInput(NamedTuple):
-    """The input of GateRank's gate of the slow state, which the kernel that takes a token computes.
-
-    Attributes:
-        f: activations `[B, 1, G]` of one gate or a gate for each head.
-        taps, bias, rate: of `SlowGate`, in float32.
-        state: that of its convolution.
-    """
-
-    f: Tensor
-    taps: Tensor
-    bias: Tensor
-    rate: Tensor
-    state: Tensor
 
 
 def maps_of_norm(

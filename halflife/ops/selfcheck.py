@@ -34,7 +34,7 @@ TOLERANCES = {
     # Four times the measured error: gradients of parameters are sums over tokens of terms that cancel. Layers compute
     # decays in float32 alone.
     "log_decay": {torch.float32: 1.2e-5},
-    "post_decay": {torch.float32: 1.2e-5},
+    "gates": {torch.float32: 1.2e-5},
 }
 # Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
 # measured in Triton's interpreter (1.0e-2).

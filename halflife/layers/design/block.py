@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -220,9 +221,11 @@ class LinearMixer(DecayGate, HasMemory):
         g, key, gain, new = None, None, None, {}
         qkv = self.qkv_proj(x)
         token = not x.is_cpu and self.one_kernel and self.decodes(qkv, state, packing)
-        law = self.decay if token and self.decay is not None and self.decay.leaves_law else None
+        law = None
+        if not x.is_cpu and self.decay is not None and (self.decay.leaves_law if token else self.joins_gates):
+            law = partial(self.decay, position=position, parts=True, with_step=False)
         if self.decay is not None and law is None:
-            f = self.decay_input(x)
+            f = self.decay_input(x, not x.is_cpu and self.decay.passes_law and not self.share_keys)
             parts, new = self.log_decays(f, position, state, packing, shared, with_step=self.share_keys)
             g = parts.g
             if self.update.stretch_gain and parts.log_stretch is not None:
@@ -231,13 +234,9 @@ class LinearMixer(DecayGate, HasMemory):
                 key = self.decay.shared_key(f, parts, state.get("decay"), packing)
             if self.paired:
                 g = torch.cat([g[..., : self.paired], g], -1)
-        if law is not None:
-            o, memory = law(
-                self.decay_input(x, token=True), position=position, parts=True, with_step=False,
-                then=lambda parts: self._token(x, qkv, parts.g, position, state, packing),
-            )  # fmt: skip
-        elif token:
-            o, memory = self._token(x, qkv, g, position, state, packing)
+        if token:
+            run = lambda g: self._token(x, qkv, g, position, state, packing)  # noqa: E731
+            o, memory = run(g) if law is None else law(self.decay_input(x, token), then=lambda parts: run(parts.g))
         else:
             units = None if qkv.is_cpu or qkv.dtype != ROOMY[qkv.dtype] else self.unit_outputs
             if self.conv is None:
@@ -246,7 +245,9 @@ class LinearMixer(DecayGate, HasMemory):
                 given = (qkv, state.get("conv"), packing)
                 parts, new["conv"] = self.conv(*given, units=units, splits=self.splits)
             q, k, v = self.heads(parts, key, position, units is not None, packing.kept)
-            o, memory = self.update(self, Tokens(x, q, k, v, g, gain, state, packing))
+            tokens = Tokens(x, q, k, v, g, gain, state, packing)
+            run = lambda parts: self.update(self, tokens._replace(g=parts.g))  # noqa: E731
+            o, memory = self.update(self, tokens) if law is None else law(self.decay_input(x), then=run)
         o, new = o.to(ROOMY[x.dtype]), new | memory
         if x.is_cpu or is_watched(self.gate):
             y = self.gate(o, x)
@@ -255,11 +256,15 @@ class LinearMixer(DecayGate, HasMemory):
         return map_of_gated(self.gate.norm, o, self.gate.logits(x), self.out_proj, x.dtype), new
 
     @property
+    def joins_gates(self) -> bool:
+        """Whether one pass computes the log-decays with other gates."""
+        others = self.beta_proj is not None or self.memory_kind == "gate_rank"
+        return self.update.takes_law and others and not (self.share_keys or self.paired) and self.joins(self.decay)
+
+    @property
     def one_kernel(self) -> bool:
         """Whether one kernel takes a token from the projection to the outputs of the op."""
-        plain = isinstance(self.update, UpdateChoice) and self.update.name in ("linear", "delta")
-        plain = plain and not self.update.stretch_gain and self.feature_map == "none"
-        plain = plain and self.unit_queries == self.unit_keys
+        plain = self.update.takes_law and self.feature_map == "none" and self.unit_queries == self.unit_keys
         plain = plain and (self.position == "none" or (self.position == "rope" and not self.paired))
         return plain and (self.conv is None or type(self.conv) is ShortConv) and not self.share_keys
 

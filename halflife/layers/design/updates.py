@@ -12,6 +12,7 @@ from halflife.layers.mixer import State
 from halflife.layers.parts import ShortConv
 from halflife.ops import dplr
 from halflife.ops.chunked.groups import weigh
+from halflife.ops.laws import Unevaluated
 from halflife.packing import Packing
 from halflife.precision import ROOMY
 from halflife.registry import check_choice
@@ -22,14 +23,14 @@ Block = Any  # a `LinearMixer`, whose module imports this one
 class Tokens(NamedTuple):
     """What an update reads: the input x, queries, keys, values and log-decays, and the state before them.
 
-    `gain` is the factor of what is written, `[T, H]` or `[B, T, H]`, under `stretch_gain`.
+    `gain` is the factor of what is written, `[T, H]` or `[B, T, H]`, under `stretch_gain`. g may be `Unevaluated`.
     """
 
     x: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
-    g: Tensor | None
+    g: Any
     gain: Tensor | None
     state: State
     packing: Packing
@@ -49,6 +50,7 @@ class Update:
         steps: the number of steps of a token, each with its key, value and strength.
         stretch_gain: whether PoST stretches what is written.
         norms_apart: whether the update itself normalises queries and keys.
+        takes_law: whether it takes `Unevaluated` log-decays.
 
     Attributes:
         allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
@@ -63,6 +65,7 @@ class Update:
     steps = 1
     stretch_gain = False
     norms_apart = False
+    takes_law = False
     allow_neg_eigval: bool = False
 
     def chosen(self, vector: bool) -> Update:
@@ -119,6 +122,10 @@ class UpdateChoice(Update):
 
     unit_keys = has_strength
 
+    @property
+    def takes_law(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.update in ("linear", "delta") and not self.stretch_gain
+
     def chosen(self, vector: bool) -> Update:
         if self.update != "dplr_released":
             return self
@@ -126,6 +133,10 @@ class UpdateChoice(Update):
         return ReleasedUpdate(update=update, allow_neg_eigval=True, stretch_gain=self.stretch_gain)
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
+        if isinstance(tokens.g, Unevaluated):
+            logits = block.beta_proj(tokens.x) if self.has_strength else None
+            g = tokens.g._replace(most=2.0 if self.allow_neg_eigval else 1.0)
+            return _remember(block, tokens._replace(g=g), tokens.k, logits)
         gain = None if tokens.gain is None else tokens.gain.to(tokens.k.dtype)
         if not self.has_strength:
             k = tokens.k if gain is None else weigh(tokens.k, gain.expand(*tokens.k.shape[:2], -1).unsqueeze(-1), 2)

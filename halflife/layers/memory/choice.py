@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halflife.decay import Decay
 from halflife.layers.memory.gate_rank import GateRank
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.layers.mixer import State
 from halflife.layers.options import Place
 from halflife.ops import delta_rule, linear_attention
 from halflife.ops.gate_rank import check_reset_law
+from halflife.ops.laws import Unevaluated
+from halflife.ops.laws.gates import gates
 from halflife.ops.recurrent import Unconvolved, takes_token
 from halflife.packing import Packing
 from halflife.precision import ROOMY
@@ -89,6 +92,12 @@ class HasMemory(nn.Module):
         """Applies the linear (beta None) or the delta update; returns `o [B, T, H, V]` and the new states by name."""
         return one_state if self.memory_kind is None else self.get_submodule(self.memory_kind)
 
+    def joins(self, decay: Decay | None) -> bool:
+        """Whether the memory takes `Unevaluated` log-decays, which one pass computes with its other gates."""
+        slow = getattr(self.memory, "slow_gate", None)
+        known = self.memory_kind is None or (slow is not None and slow.leaves_law and slow.pass_backend == "auto")
+        return known and decay is not None and decay.passes_law
+
     def decodes(self, x: Tensor, state: State, packing: Packing) -> bool:
         """Whether the memory can take an `Unconvolved` token, from channels `x [B, 1, D]`, in the place of queries."""
         if packing.length != 1 or packing.cu_seqlens is not None or "memory" not in state:
@@ -101,11 +110,16 @@ def one_state(
     x: Tensor, q: Tensor | Unconvolved, k: Tensor | None, v: Tensor | None, g: Any, beta: Tensor | None,
     state: State, packing: Packing, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """The memory of one state, `memory [N, H, K, V]`. The outputs are float32 for values in float16."""
+    """The memory of one state, `memory [N, H, K, V]`. The outputs are float32 for values in float16.
+
+    Of `Unevaluated` log-decays beta are the logits of writing strengths.
+    """
     if isinstance(q, Unconvolved):
         return q.step(g, None, beta, (state["memory"], None), options["scale"], ROOMY[x.dtype])
     assert k is not None
     assert v is not None
+    if isinstance(g, Unevaluated):
+        g, _, beta, *_ = gates(g, beta)
     v = v.to(ROOMY[v.dtype])
     options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": packing}
     if beta is None:

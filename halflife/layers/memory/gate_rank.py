@@ -18,6 +18,7 @@ from halflife.layers.mixer import State
 from halflife.ops import causal_conv1d, gate_rank, laws
 from halflife.ops.arguments import peek_interpreter_stack
 from halflife.ops.gate_rank import check_reset_law
+from halflife.ops.laws.gates import gates
 from halflife.ops.recurrent import SlowInput, Unconvolved
 from halflife.packing import Packing
 from halflife.precision import ROOMY, Float32Module, compute_dtype, without_autocast
@@ -94,7 +95,6 @@ class SlowGate(Float32Module):
         With `then`, for a kernel that computes it, the result is that of `then`. Its tensors may be freed after it.
         """
         if then is not None:
-            assert state is not None
             return then(SlowInput(f, self.taps, self.bias, self.A_log, state))
         wide = compute_dtype(f)
         taps, bias = self.taps.to(wide), self.bias.to(wide)
@@ -157,7 +157,7 @@ class GateRank(nn.Module):
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Run `ops.gate_rank` on `q, k, v, g, beta`, with the gate of the slow state computed from `x [B, T, D]`.
 
-        An `Unconvolved` q has k and v in it.
+        An `Unconvolved` q has k and v in it. Of `Unevaluated` log-decays beta are the logits of writing strengths.
 
         Returns:
             `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
@@ -172,7 +172,14 @@ class GateRank(nn.Module):
             g_slow, conv = self.slow_gate(f, state["slow_conv"], packing)
             o, new = step(g_slow)
             return o, {**new, "slow_conv": conv}
-        g_slow, conv = self.slow_gate(f, state.get("slow_conv"), packing)
+        before = state.get("slow_conv")
+        if isinstance(g, laws.Unevaluated):
+            found = self.slow_gate(f, before, packing, then=partial(gates, g, beta, packing=packing))
+            g, step, beta, g_slow, conv = found
+            g_slow = g_slow.expand(*g_slow.shape[:2], self.slow_gate.num_heads)
+            options["gain"] = options.get("gain") if step is None else step
+        else:
+            g_slow, conv = self.slow_gate(f, before, packing)
         assert k is not None
         assert v is not None
         o, final = gate_rank(

@@ -64,10 +64,10 @@ class Law(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Activations `x Wᵀ + bias` of one token of each sequence, which the kernel that takes the token computes.
+    """Activations `x Wᵀ + bias`, of which another kernel may compute all, for one token, or the sum.
 
     Attributes:
-        x: `[B, 1, R]`, with few channels R.
+        x: `[B, T, R]`, with few channels R.
         weight, bias: W `[H · K, R]`, and `[H · K]` or None.
     """
 
@@ -88,14 +88,15 @@ class Spectrum(NamedTuple):
 
 
 class Unevaluated(NamedTuple):
-    """The log-decays of one token of each sequence, which the kernel that takes the token computes.
+    """Log-decays that another kernel computes: that which takes one token of each sequence, or `gates.gates`.
 
     Attributes:
-        f: activations `[B, 1, H]` or `[B, 1, H, K]`.
+        f: activations `[B, T, H]` or `[B, T, H, K]`.
         law: its law, with tensors in float32 that broadcast to `[H]` or `[H, K]`.
         taper: α of the positions in such a shape, a spectrum, or None.
-        position: `[1]` or `[B, 1]`, if there is a taper.
+        position: `[T]` or `[B, T]`, if there is a taper.
         shape: `(H,)` or `(H, K)`.
+        most, gains: of `gates`: writing strengths are most · σ(logits), and whether φ is asked for.
     """
 
     f: Tensor | Product
@@ -103,6 +104,8 @@ class Unevaluated(NamedTuple):
     taper: Tensor | Spectrum | None
     position: Tensor | None
     shape: tuple[int, ...]
+    most: float = 1.0
+    gains: bool = False
 
     def given(self) -> tuple[Tensor, list[Tensor], list[Any]]:
         """The activations, or what a map makes them of; the weights of the map; and the law, as the kernel takes it."""
@@ -136,8 +139,9 @@ def log_decay(
     """
     law, channels = law if offset is None else law.moved(offset), f.shape[2:]
     if isinstance(taper, Spectrum):
-        settings = taper.log_length, law.shape, law.factor, law.least, law.most, with_step
-        return run_pass("post_decay", backend, (f, law.bias, taper.theta, taper.delta, position), *settings)
+        settings = law.shape, law.factor, law.least, law.most, with_step, taper.log_length, 1.0, None
+        tensors = f, law.bias, None, None, position, taper.theta, taper.delta, *[None] * 6
+        return run_pass("gates", backend, tensors, *settings)[:2]  # the op of `gates.py`
     vectors = (law.bias, law.rate, taper)
     if f.ndim == 4:
         vectors = [None if x is None else x.expand(channels).flatten() for x in vectors]
@@ -147,7 +151,7 @@ def log_decay(
     return g.view(f.shape), step if step is None else step.view(f.shape)
 
 
-def _expression(
+def expression(
     f: Tensor, bias: Tensor | None, rate: Tensor | None, taper: Tensor | None, position: Tensor | None, shape: str,
     factor: float, least: float, most: float | None, with_step: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -185,6 +189,8 @@ def why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
         f, *vectors = tensors
         if f.dtype not in triton.DTYPES:
             return f"the Triton kernels take activations of 16 or 32 bits; got {f.dtype}"
+        if op in ("log_decay", "gates") and vectors[0] is not None and vectors[0].dtype in triton.DTYPES:
+            vectors = vectors[1:]  # the bias may be that of a linear map
         if any(x is not None and x.is_floating_point() and x.dtype != torch.float32 for x in vectors):
             return "the Triton kernels take parameters in float32"
         if (odd := not_plain(*tensors)) is not None:
@@ -192,7 +198,7 @@ def why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
     return triton.why_not(op, device)
 
 
-implements_pass("log_decay", _expression, triton=(_kernel, why_not))
+implements_pass("log_decay", expression, triton=(_kernel, why_not))
 
 
 def bounded_decay(
@@ -249,7 +255,7 @@ def ordered_spectrum(theta: Tensor, delta: Tensor, log_length: float, backend: s
     return run_pass("ordered_spectrum", backend, (theta, delta), log_length)
 
 
-def _spectrum(theta: Tensor, delta: Tensor, log_length: float) -> tuple[Tensor, Tensor]:
+def spectrum(theta: Tensor, delta: Tensor, log_length: float) -> tuple[Tensor, Tensor]:
     theta, delta = theta.to(compute_dtype(theta)), delta.to(compute_dtype(delta))
     p = theta + torch.cat([theta.new_zeros(1), F.softplus(delta).cumsum(0)])
     return p, tapers(p, log_length)
@@ -268,30 +274,11 @@ def _spectrum_kernel(theta: Tensor, delta: Tensor, log_length: float) -> tuple[T
 
 
 def _why_not_spectrum(op: str, device: torch.device, tensors: Any = None) -> str | None:
-    if tensors is not None and len(tensors[3 if op == "post_decay" else 1]) >= MOST:
+    if tensors is not None and len(tensors[1]) >= MOST:
         return f"the Triton kernel takes fewer than {MOST} channels"
     return why_not(op, device, tensors)
 
 
 define("ordered_spectrum", theta="1", delta="D", settings={"log_length": 6.0})
 be_kind("norms", "spectrum")
-implements_pass("ordered_spectrum", _spectrum, triton=(_spectrum_kernel, _why_not_spectrum))
-
-
-def _post_decay(
-    f: Tensor, bias: Tensor | None, theta: Tensor, delta: Tensor, position: Tensor, log_length: float, *settings: Any
-) -> tuple[Tensor, Tensor | None]:
-    return _expression(f, bias, *_spectrum(theta, delta, log_length), position, *settings)
-
-
-def _post_decay_kernel(f: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
-    vectors = [None if x is None else x.contiguous() for x in (bias, *rest[:2])]
-    g, step, *_ = triton.custom_op("post_decay")(dense(f), *vectors, *rest[2:])
-    return g, step if rest[-1] else None
-
-
-define(
-    "post_decay", f="B T D", bias="D | None", theta="1", delta="D-1", position="int B T | T", constants=["position"],
-    settings={"log_length": 6.0, "shape": "softplus", "factor": 0.5, "least": 0.0, "most": None, "with_step": True},
-)  # fmt: skip
-implements_pass("post_decay", _post_decay, triton=(_post_decay_kernel, _why_not_spectrum))
+implements_pass("ordered_spectrum", spectrum, triton=(_spectrum_kernel, _why_not_spectrum))

@@ -104,13 +104,14 @@ def _tile(
 
 @triton.jit
 @no_type_check
-def law_kernel(
-    f, position, bias, rate, taper, g, step, rows_all, T, D, f_b, f_t, p_b, p_t, factor, least, most,
+def put_law(
+    program, f, position, bias, rate, taper, g, step, rows_all, T, D, f_b, f_t, p_b, p_t, factor, least, most,
     SHAPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """Store g, and φ if asked for, of the tokens and channels of a program."""
     groups = tl.cdiv(D, BC)
-    rows = (tl.program_id(0) // groups).to(tl.int64) * BR + tl.arange(0, BR)
-    cols = (tl.program_id(0) % groups) * BC + tl.arange(0, BC)
+    rows = (program // groups).to(tl.int64) * BR + tl.arange(0, BR)
+    cols = (program % groups) * BC + tl.arange(0, BC)
     in_rows = rows < rows_all
     in_cols = cols < D
     size, _, scale, _ = _tile(
@@ -118,9 +119,21 @@ def law_kernel(
     )
     place = rows[:, None] * D + cols[None, :]
     mask = in_rows[:, None] & in_cols[None, :]
-    tl.store(g + place, -scale * size, mask=mask)
+    tl.store(g + place, (-scale * size).to(g.dtype.element_ty), mask=mask)
     if step is not None:
         tl.store(step + place, size, mask=mask)
+
+
+@triton.jit
+@no_type_check
+def law_kernel(
+    f, position, bias, rate, taper, g, step, rows_all, T, D, f_b, f_t, p_b, p_t, factor, least, most,
+    SHAPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    put_law(
+        tl.program_id(0), f, position, bias, rate, taper, g, step, rows_all, T, D, f_b, f_t, p_b, p_t, factor, least,
+        most, SHAPE, BR, BC,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -180,7 +193,7 @@ def log_decay_backward(
     dg: Tensor, dstep: Tensor | None, f: Tensor, bias: Tensor | None, rate: Tensor | None, taper: Tensor | None,
     position: Tensor | None, shape: str, factor: float, least: float, most: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of f, and of bias, rate and taper together, `[3, D]`."""
+    """The gradients of f, and of bias, rate and taper together, `[3, D]`; without these vectors it has no meaning."""
     tokens, rows, columns = blocks(f)
     df, channels = f.new_empty(f.shape), f.shape[2]
     if not f.numel():
@@ -193,7 +206,7 @@ def log_decay_backward(
         f.stride(0), f.stride(1), *positions(position), factor, least, limit(most), tiles,
         SHAPE=SHAPES[shape], BR=rows, BC=columns,
     )  # fmt: skip
-    return df, sums.sum(0)
+    return df, sums[0] if bias is rate is taper is None else sums.sum(0)
 
 
 def blocks(f: Tensor) -> tuple[int, int, int]:

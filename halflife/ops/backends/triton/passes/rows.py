@@ -49,6 +49,37 @@ def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 @triton.jit
 @no_type_check
+def sequence_of(t, b, cu_seqlens, N, T, steps):
+    """Return the sequences of tokens `t` of rows `b`, their first tokens, and the tokens after their last ones."""
+    if cu_seqlens is None:
+        n, start, stop = b, t * 0, t * 0 + T
+    else:
+        n = t * 0
+        high = n + N
+        for _ in range(steps):  # the last sequence that begins at t or before
+            middle = (n + high) // 2
+            begun = tl.load(cu_seqlens + middle) <= t
+            n = tl.where(begun, middle, n)
+            high = tl.where(begun, high, middle)
+        start, stop = tl.load(cu_seqlens + n).to(tl.int32), tl.load(cu_seqlens + n + 1).to(tl.int32)
+    return n, start, stop
+
+
+@triton.jit
+@no_type_check
+def sequence_of_state(number, slots, cu_seqlens, T):
+    """As `sequence_of`, for the slots of the state of one sequence; its row of x comes second."""
+    n = slots * 0 + number
+    if cu_seqlens is None:
+        b, start, stop = n, slots * 0, slots * 0 + T
+    else:
+        b = slots * 0
+        start, stop = tl.load(cu_seqlens + n).to(tl.int32), tl.load(cu_seqlens + n + 1).to(tl.int32)
+    return n, b, start, stop
+
+
+@triton.jit
+@no_type_check
 def _sums_kernel(x, out, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros([BR, BC], tl.float32)

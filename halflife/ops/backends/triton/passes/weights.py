@@ -13,8 +13,7 @@ from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
 from halflife.ops.backends.triton.op import declare, save_inputs
-from halflife.ops.backends.triton.passes.convolution import sequence_of
-from halflife.ops.backends.triton.passes.rows import entries, evenly, rows_of_tokens
+from halflife.ops.backends.triton.passes.rows import entries, evenly, rows_of_tokens, sequence_of
 
 TILE, WEIGHTS = 2048, 512  # entries of a program of outputs, and of weights
 

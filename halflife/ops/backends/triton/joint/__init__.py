@@ -1,0 +1,1 @@
+"""Kernels that are several passes at once."""
