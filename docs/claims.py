@@ -22,6 +22,7 @@ over the same files. Expressions may name:
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number per seed
     perplexity_over(file, model, base, length)    the quotient of two of them, of every seed that both have
     loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number per seed
+    validated(file_steps, model, step)    the accuracy on validation data after a step of training, one number per seed
     step(file, model, length)  seconds of a training step, from `halflife throughput`; timed(file) is what was timed
     op(file, name, length)     seconds of an op with its backward pass, from `make gpu`
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
@@ -246,17 +247,23 @@ class Files:
         return {row["seed"]: float(row["last_perplexity"]) for row in rows}
 
     def loss_from(self, name: str, model: str, first: int) -> np.ndarray:
-        """The loss at a span of positions, of every seed: `name` is a `positions.csv`, of runs at the selected rates.
+        """The loss at a span of positions, of every seed: `name` is a `positions.csv` of runs at the selected rates."""
+        return self._beside(name, "_positions", model, ("first", first), "loss")
 
-        The table of the same comparison without `_positions` says how many learning rates there were.
-        """
+    def validated(self, name: str, model: str, step: int) -> np.ndarray:
+        """The accuracy after a step, of every seed at the selected rate: `name` is a `validation.csv`."""
+        return self._beside(name, "_steps", model, ("step", step), "validation")
+
+    def _beside(self, name: str, ending: str, model: str, place: tuple[str, int], column: str) -> np.ndarray:
+        """A column where another has a value. The table whose name lacks the ending says how many rates there were."""
         self.used[name] = self.models[model] = None
-        rows = [row for row in results(name) if row["model"] == model and int(row["first"]) == first]
+        own = [row for row in results(name) if row["model"] == model and row.get("selected") != "False"]
+        rows = [row for row in own if int(row[place[0]]) == place[1]]
         if not rows:
-            raise ValueError(f"{name} has no row of {model}, first position {first}")
-        tried = {row["learning_rate"] for row in results(name.replace("_positions", "")) if row["model"] == model}
+            raise Untrained(name, model) if not own else ValueError(f"{name} has no row of {model} at {place}")
+        tried = {row["learning_rate"] for row in results(name.replace(ending, "")) if row["model"] == model}
         self._note(seeds=len(rows), rates=len(tried))
-        return np.array([float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])])
+        return np.array([float(row[column]) for row in sorted(rows, key=lambda row: row["seed"])])
 
     def loss_above(self, variant: str, base: str) -> np.ndarray:
         """The test losses of a row of the decay grid minus those of another, at each budget `[budgets, seeds]`.
@@ -375,6 +382,7 @@ class Files:
         read = (
             "accuracy", "best_median", "decays", "learned", "loss_above", "loss_from", "mark", "measured", "medians",
             "op", "parameters", "perplexity", "perplexity_over", "step", "text_loss", "timed", "timescales",
+            "validated",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:
