@@ -346,6 +346,7 @@ def test_the_largest_states_fit_99_kb_of_shared_memory(kind, states, stages, mon
     monkeypatch.setattr(delta, "architecture", lambda x: kind)
     q = torch.empty(0, dtype=torch.bfloat16)
     assert delta.settings_of("gradients", 256, 256, q, states, 32).stages == stages
+    assert {delta.settings_of(walk, 256, 256, q.float(), states, 32).chunk for walk in ("out", "gradients")} == {16}
 
 
 @crossed(strength=1, mode=MODES, bounds=[None, (0, 5, 5, 38)], dtype=[torch.float32, torch.bfloat16], shared=[1, 2])

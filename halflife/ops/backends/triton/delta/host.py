@@ -47,11 +47,12 @@ def settings_of(kind: str, key: int, value: int, q: Tensor, states: int, most: i
     if kind == "gradients":
         most_columns, warps = _GRADIENTS[states][card][size]
         columns = min(columns, most_columns) if exact else most_columns
-        # Two stages of heads of 256 need more than 99 kB of shared memory, which many cards have.
+        # Two stages of heads of 256 need more than 99 kB of shared memory, all that many cards have.
         single = exact or card == "amd" or (largest > 128 and card == "ampere")
     elif (kind, states, card) == ("out", 1, "hopper") and largest <= 64 and not exact:
         columns = 64
-    return Settings(min(CHUNK, most), block(key, 256), block(value, columns), warps, 1 if single else 2)
+    chunk = CHUNK // 2 if exact and largest > 128 else CHUNK  # with all of it, they need 100 kB
+    return Settings(min(chunk, most), block(key, 256), block(value, columns), warps, 1 if single else 2)
 
 
 class Prepared(NamedTuple):
