@@ -169,7 +169,7 @@ halflife.cli.main({arguments})
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = out.stderr.split()
-    assert 100 < len(names) <= 186, len(names)
+    assert 100 < len(names) <= 185, len(names)
     experiments = [name for name in names if name.startswith("halflife.lab.experiments.")]
     assert {name.rpartition(".")[2] for name in experiments} == {"base", "compare", "mqar", "overrides", "values"}
     assert not [name for name in names if name.startswith(("halflife.analysis", "halflife.lab.theory"))]

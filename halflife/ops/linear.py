@@ -20,8 +20,7 @@ from halflife.files import read_json
 from halflife.ops.arguments import is_hooked, is_transformed
 from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.constant import cached_constant
-from halflife.ops.backends.native import build
-from halflife.ops.backends.native.products import by_onednn
+from halflife.ops.backends.native import build, by_onednn
 from halflife.ops.backends.split import Neighbours, beside, neighbours
 from halflife.ops.spec import OPS
 from halflife.precision import autocast_dtype

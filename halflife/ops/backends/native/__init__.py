@@ -97,3 +97,8 @@ def formulas() -> dict[Any, Any]:
     from halflife.ops.backends.native import fakes
 
     return {torch.ops.halflife.state_op: fakes.operations, torch.ops.halflife.linear: fakes.operations_of_linear}
+
+
+def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x Wᵀ + bias` by oneDNN; `x [N, D]` and `weight [E, D]` may be transposed views."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -23,7 +23,6 @@ import torch
 
 from halflife.files import folder_lock, write_json
 from halflife.ops.backends.constant import cached_constant
-from halflife.ops.backends.native import products
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY, PASSED = "halflife_native.so", "passed.json"  # in the folder of a build; the second after a selfcheck
@@ -127,6 +126,8 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
             start = time.monotonic()
             library = compile_library(Path(temporary), report=report)
             report(f"compiled in {time.monotonic() - start:.0f} s; checking against the token loops")
+            from halflife.ops.backends.native import products
+
             _check(library)
             write_json(
                 library.with_name(PASSED),

@@ -11,14 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from halflife.ops.backends.native import by_onednn
+
 TOKENS, INPUTS, OUTPUTS = 1024, 256, 768  # sizes of the products that are timed
 TIMING_ROUNDS = 7
 LEAST_SPEEDUP = 1.1  # oneDNN must be faster by this factor
-
-
-def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x Wᵀ + bias` by oneDNN; `x [N, D]` and `weight [E, D]` may be transposed views."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def measure() -> dict[str, bool]:
