@@ -46,3 +46,6 @@ halflife compare mamba3:economy-easy cg-ska-1.5:economy-easy --experiment echo-t
 halflife compare cg-ska-1.5:amnesia-cot_easy cg-ska-2.5:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 750
 halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 750 --set mixer.state_size=34
 halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 1 --steps 2000 --lr 1e-3
+halflife compare cg-ska-1.5-gated:amnesia-cot_easy cg-ska-1.5-token:amnesia-cot_easy ska-1.5:amnesia-cot_easy ska-1.5-shared:amnesia-cot_easy \
+    --experiment echo-tiers --scale paper --seeds 3 --steps 2000 --tune-seeds 1 --lr 3e-4 1e-3 1e-4
+halflife compare ska-1.5:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 2000 --lr 1e-3 --set ska.rank=16
