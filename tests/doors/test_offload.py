@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from combinations import SIZES, every_part
-from helpers import assert_same
+from helpers import assert_close, assert_same
 from pairwise import slow_beyond
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +14,7 @@ from halflife import LanguageModel, preset
 from halflife.hf import HalflifeConfig, HalflifeForCausalLM
 from halflife.models import PRESETS
 
+APART = 6e-7  # the largest error of gates that are computed apart, measured
 UNTIED = {**SIZES, "tie_embeddings": False}
 # Options that no preset has, and that read parameters in other ways.
 OPTIONS = {
@@ -101,11 +102,11 @@ every_model = pytest.mark.parametrize("name", slow_beyond(FEW, ALL))
 @pytest.mark.parametrize("on_cpu", [True, False])
 @every_model
 def test_parameters_are_read_only_in_the_forward_pass_of_their_module(name, on_cpu, monkeypatch):
-    """Also in what layers do on a GPU alone."""
+    """Also in what layers do on a GPU alone, where gates whose modules have hooks are computed apart."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
     model, ids, expected = resident(name, 9)
     with torch.no_grad(), only_in_forward(model):
-        assert_same(everything(model, ids), expected)
+        assert_close(everything(model, ids), expected, 0 if on_cpu else 4 * APART)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

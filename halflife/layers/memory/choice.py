@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halflife.decay import Decay
 from halflife.layers.memory.gate_rank import GateRank
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.layers.mixer import State
@@ -92,8 +91,11 @@ class HasMemory(nn.Module):
         """Applies the linear (beta None) or the delta update; returns `o [B, T, H, V]` and the new states by name."""
         return one_state if self.memory_kind is None else self.get_submodule(self.memory_kind)
 
-    def joins(self, decay: Decay | None) -> bool:
-        """Whether the memory takes `Unevaluated` log-decays, which one pass computes with its other gates."""
+    def joins(self, decay: Any) -> bool:
+        """Whether the memory takes `Unevaluated` log-decays of a decay, or of what wraps it (FSDP), or None.
+
+        One pass computes them with the other gates.
+        """
         slow = getattr(self.memory, "slow_gate", None)
         known = self.memory_kind is None or (slow is not None and slow.leaves_law and slow.pass_backend == "auto")
         return known and decay is not None and decay.passes_law
