@@ -132,23 +132,25 @@ class Mamba2(HasMemory, Mixer):
         if self.share_features:
             pass_features(shared, q, k, values)
         options: dict[str, Any] = {"scale": 1, "chunk_size": self.chunk_size, "backend": self.backend}
+
+        def remember(g: Any, gain: Tensor | None = None) -> tuple[Tensor, State]:
+            """The outputs with D ⊙ x, which the op adds, and the new states."""
+            given = x, q, k, values, g, None, state, packing
+            return self.skip(run=lambda skip: self.memory(*given, gain=gain, skip=skip, **options))
+
         if not x.is_cpu and self.memory_kind == "gate_rank" and not self.stretch_gain and self.joins(self.decay):
-
-            def run(parts: DecayParts) -> tuple[Tensor, State]:
-                given = x, q, k, values, parts.g._replace(gains=True), None, state, packing
-                return self.skip(run=lambda skip: self.memory(*given, skip=skip, **options))
-
-            y, memory = self.decay(f, position=position, parts=True, then=run)
+            y, memory = self.decay(
+                f, position=position, parts=True, then=lambda parts: remember(parts.g._replace(gains=True))
+            )
         else:
             g, step, log_stretch, _ = self.decay(f, position=position, parts=True)
             if self.stretch_gain:
                 step = step * log_stretch().exp()
-            given, options = (x, q, k, values, g, None, state, packing), options | {"gain": step}
             if x.is_cpu or self.memory_kind == "log_linear":
-                y, memory = self.memory(*given, **options)
+                y, memory = self.memory(x, q, k, values, g, None, state, packing, gain=step, **options)
                 y = self.skip(y.flatten(-2), values.flatten(-2), partial(self.norm, z=z))
                 return self.out_proj(y), {"conv": conv, **memory}
-            y, memory = self.skip(run=lambda skip: self.memory(*given, skip=skip, **options))
+            y, memory = remember(g, step)
         joins = type(self.norm) is GatedRMSNorm and not is_watched(self.norm)
         y, weight = y.flatten(-2), weight_of(self.out_proj) if joins else None
         y = self.out_proj(self.norm(y, z)) if weight is None else self.norm(y, z, weight=weight)

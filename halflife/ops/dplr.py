@@ -23,7 +23,7 @@ from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.chunked.groups import each_head
-from halflife.ops.fused import l2_normalize
+from halflife.ops.fused import l2_normalize, launch
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
 from halflife.ops.spec import define
@@ -227,6 +227,8 @@ def erase_write(
 ) -> tuple[Tensor, Tensor]:
     """What reads the state in Gated DeltaNet-2, `a = −most σ(erase) ⊙ k ⊙ e^g`, and its values `σ(write) ⊙ v`.
 
+    Source: github.com/NVlabs/GatedDeltaNet-2.
+
     Args:
         erase, write: logits `[B, T, H·K]` and `[B, T, H·V]`.
         k, v: keys `[B, T, H, K]` and values `[B, T, H, V]`.
@@ -252,7 +254,7 @@ def feedback_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Comba's queries `norm(q − d s k)`, keys `β norm(k)`, and what reads the state, `−s norm(k)`.
 
-    Here `β = most · σ(logits)`, `s = σ(share)` and d is `output`.
+    Here `β = most · σ(logits)`, `s = σ(share)` and d is `output`. Source: Hu et al. 2025, "Comba".
 
     Args:
         q, k: `[B, T, H, K]`.
@@ -282,23 +284,18 @@ def _feedback_keys(
     return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
 
 
-def _launch(name: str, *given: Any) -> Any:
-    return triton.custom_op(name)(*given)
-
-
 def _launch_feedback(*given: Any) -> Any:
     *tensors, most, apart, dtype = given
-    return triton.custom_op("feedback_keys")(*tensors, most, apart, dtype or tensors[0].dtype)
+    return launch("feedback_keys", *tensors, most, apart, dtype or tensors[0].dtype)
 
 
 def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
     """The `why_not` of Triton kernels that have all channels of a head in one program."""
     if tensors is not None:
-        size = max(x.shape[-1] for x in tensors if x.ndim == 4)
-        if size > triton.SIZES[-1]:
-            return f"the Triton kernel of {op} takes heads of at most {triton.SIZES[-1]} channels; got {size}"
         if op == "erase_write" and tensors[4].ndim == 3:
             return "the Triton kernel of erase_write takes a vector decay"
+        if (wide := triton.too_wide(op, max(x.shape[-1] for x in tensors if x.ndim == 4))) is not None:
+            return wide
     return triton.why_not_pass(op, device, tensors)
 
 
@@ -310,5 +307,5 @@ define(
     "feedback_keys", q="B T H K", k="B T H K", logits="B T H", share="H", output="H",
     settings={"most": 1.0, "apart": False, "dtype": None},
 )  # fmt: skip
-implements_pass("erase_write", _erase_write, triton=(functools.partial(_launch, "erase_write"), _why_not))
+implements_pass("erase_write", _erase_write, triton=(functools.partial(launch, "erase_write"), _why_not))
 implements_pass("feedback_keys", _feedback_keys, triton=(_launch_feedback, _why_not))

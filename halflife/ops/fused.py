@@ -35,9 +35,9 @@ def why_not_triton(op: str, device: torch.device, tensors: Any = None) -> str | 
     return triton.why_not_pass(op, device, tensors)
 
 
-def launch(name: str, *tensors: Tensor | None) -> Any:
-    """Run the Triton kernel of this name."""
-    return triton.custom_op(name)(*tensors)
+def launch(name: str, *given: Any) -> Any:
+    """Run the Triton kernel of this name on tensors and settings."""
+    return triton.custom_op(name)(*given)
 
 
 def _pass(

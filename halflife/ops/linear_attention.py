@@ -8,6 +8,7 @@ form follows Dao & Gu 2024 and Yang et al. 2024.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from halflife.ops.backends.dispatch import dispatch, folded, implements, impleme
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
+from halflife.ops.fused import launch
 from halflife.ops.laws import why_not
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
@@ -161,18 +163,13 @@ def _longhorn_keys(logits: Tensor, k: Tensor, dtype: torch.dtype | None) -> tupl
     return -torch.log1p(f), (beta / (1 + beta * total) * k.unsqueeze(2)).to(dtype or k.dtype)
 
 
-def _longhorn_kernel(*given: Any) -> tuple[Tensor, Tensor]:
-    return triton.custom_op("longhorn_keys")(*given)
-
-
 def _why_not_keys(op: str, device: torch.device, tensors: Any = None) -> str | None:
-    if tensors is not None and tensors[1].shape[-1] > triton.SIZES[-1]:
-        return f"the Triton kernel of {op} takes keys of at most {triton.SIZES[-1]} channels"
-    return triton.why_not_pass(op, device, tensors)
+    wide = None if tensors is None else triton.too_wide(op, tensors[1].shape[-1])
+    return triton.why_not_pass(op, device, tensors) if wide is None else wide
 
 
 define("longhorn_keys", logits="B T H", k="B T K", settings={"dtype": None})
-implements_pass("longhorn_keys", _longhorn_keys, triton=(_longhorn_kernel, _why_not_keys))
+implements_pass("longhorn_keys", _longhorn_keys, triton=(partial(launch, "longhorn_keys"), _why_not_keys))
 
 
 def running_decay(
@@ -219,7 +216,7 @@ def _of_rows(f: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 
 def _running_kernel(f: Tensor, first: Tensor | None, empty: bool, with_key: bool, packing: Packing | None) -> Any:
     bounds = None if packing is None else packing.cu_seqlens
-    g, last, key = triton.custom_op("running_decay")(f, first, bounds, empty, with_key)
+    g, last, key = launch("running_decay", f, first, bounds, empty, with_key)
     return g, last, key if with_key else None
 
 

@@ -275,7 +275,7 @@ class LinearMixer(DecayGate, HasMemory):
         query, key, _ = self.splits
         token = {
             "places": (0, query, query + key), "groups": self.num_key_heads, "unit": self.unit_keys,
-            "most": 2.0 if self.update.allow_neg_eigval else 1.0,
+            "most": self.update.most,
         }  # fmt: skip
         if self.position == "rope":
             token["angles"] = turns(qkv[..., : self.head_dim], position, ROPE_BASE, packing.kept)

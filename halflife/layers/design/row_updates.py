@@ -35,7 +35,7 @@ class EraseWrite(Update):
         x, q, k, v, g, *_ = tokens
         assert g is not None
         gates = block.erase_proj(x), block.write_proj(x)
-        read, v = erase_write(*gates, k, v, g, 2.0 if self.allow_neg_eigval else 1.0, block.pass_backend)
+        read, v = erase_write(*gates, k, v, g, self.most, block.pass_backend)
         return by_dplr(block, tokens, q, k, v, read, None)
 
 
@@ -57,8 +57,7 @@ class Feedback(Update):
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         x, q, k, v, *_ = tokens
-        most = 2.0 if self.allow_neg_eigval else 1.0
-        settings = most, self.normalize_feedback, ROOMY[v.dtype], block.pass_backend
+        settings = self.most, self.normalize_feedback, ROOMY[v.dtype], block.pass_backend
         q, written, read = block.feedback(q, k, block.beta_proj(x), *settings)
         return by_dplr(block, tokens, q, written, v, read, None)
 

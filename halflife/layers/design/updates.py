@@ -79,6 +79,11 @@ class Update:
     def add_maps(self, block: Block, hidden_size: int) -> None:
         """Add the maps that only this update has."""
 
+    @property
+    def most(self) -> float:
+        """The limit of writing strengths, or of an erase gate."""
+        return 2.0 if self.allow_neg_eigval else 1.0
+
     def strength(self, block: Block, x: Tensor) -> Tensor:
         """The writing strengths β `[B, T, steps · H]`."""
         beta = block.beta_proj(x)
@@ -135,8 +140,7 @@ class UpdateChoice(Update):
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         if isinstance(tokens.g, Unevaluated):
             logits = block.beta_proj(tokens.x) if self.has_strength else None
-            g = tokens.g._replace(most=2.0 if self.allow_neg_eigval else 1.0)
-            return _remember(block, tokens._replace(g=g), tokens.k, logits)
+            return _remember(block, tokens._replace(g=tokens.g._replace(most=self.most)), tokens.k, logits)
         gain = None if tokens.gain is None else tokens.gain.to(tokens.k.dtype)
         if not self.has_strength:
             k = tokens.k if gain is None else weigh(tokens.k, gain.expand(*tokens.k.shape[:2], -1).unsqueeze(-1), 2)

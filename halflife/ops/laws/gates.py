@@ -2,7 +2,7 @@
 
     β = s σ(logits),      g_slow = −e^{slow_rate} relu(Σ_i taps_i ⊙ slow_{t−W+1+i} + shift)
 
-The log-decays are those of `ops.laws`, of a law or of PoST's spectrum.
+The log-decays are those of `ops.laws`, of a law or of PoST's spectrum. Source of the slow state: GateRank, Eq. 8.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def gates(
     f, law, taper = decay.f, decay.law, decay.taper
     assert isinstance(f, Tensor)
     theta = delta = None
-    length = 1.0
+    log_length = 1.0
     if isinstance(taper, Spectrum):
-        theta, delta, length = taper
+        theta, delta, log_length = taper
         vectors = law.bias, None, None
     else:
         vectors = law.bias, law.rate, taper
@@ -82,7 +82,7 @@ def gates(
         f.flatten(2), *vectors, None if taper is None else decay.position, theta, delta, logits,
         *((None,) * 5 if slow is None else slow),
     )  # fmt: skip
-    settings = law.shape, law.factor, law.least, law.most, decay.gains, length, decay.most
+    settings = law.shape, law.factor, law.least, law.most, decay.gains, log_length, decay.most
     g, step, *others = run_pass("gates", backend, tensors, *settings, packing)
     return Gates(g.view(f.shape), None if step is None else step.view(f.shape), *others)
 
@@ -128,7 +128,7 @@ def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
         for x in (logits, slow, first):
             if x is not None and x.dtype not in triton.DTYPES:
                 return f"the Triton kernels take activations of 16 or 32 bits; got {x.dtype}"
-        if (odd := not_plain(*tensors)) is not None:
+        if (odd := not_plain(logits, slow, first)) is not None:
             return odd
         if taps is not None and taps.shape[-1] > MOST_TAPS:
             return f"the Triton kernel takes at most {MOST_TAPS} taps; got {taps.shape[-1]}"

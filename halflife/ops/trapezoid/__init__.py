@@ -305,8 +305,8 @@ def _why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
         size = max([1, *(x.shape[-1] for x in heads if x is not None)])
         if op == "trapezoid_keys" and tensors[5] is None:
             size = max(size, tensors[0].shape[-1] // tensors[3].shape[2])
-        if size > triton.SIZES[-1]:
-            return f"the Triton kernel of {op} takes heads of at most {triton.SIZES[-1]} channels; got {size}"
+        if (wide := triton.too_wide(op, size)) is not None:
+            return wide
         tensors = tensors[:-1] if op == "running_angles" else tensors
     return triton.why_not_pass(op, device, tensors)
 

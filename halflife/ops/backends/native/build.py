@@ -114,6 +114,8 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
     Raises:
         CannotBuild: the machine, the compiler or the check says no. The message gives the reason and the remedy.
     """
+    from halflife.ops.backends.native import products  # which imports this module
+
     reason = why_not_here()
     if reason is not None:
         raise CannotBuild(reason)
@@ -126,8 +128,6 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
             start = time.monotonic()
             library = compile_library(Path(temporary), report=report)
             report(f"compiled in {time.monotonic() - start:.0f} s; checking against the token loops")
-            from halflife.ops.backends.native import products
-
             _check(library)
             write_json(
                 library.with_name(PASSED),

@@ -64,6 +64,13 @@ def why_not_pass(op: str, device: torch.device, tensors: Any = None) -> str | No
     return _absent(device)
 
 
+def too_wide(op: str, size: int) -> str | None:
+    """The reason why a kernel that has all channels of a head in one program cannot take `size` of them, or None."""
+    if size <= SIZES[-1]:
+        return None
+    return f"the Triton kernel of {op} takes heads of at most {SIZES[-1]} channels; got {size}"
+
+
 def _absent(device: torch.device) -> str | None:
     """The reason why no Triton kernel runs on `device`, or None."""
     if not interpreted() and device.type != "cuda":

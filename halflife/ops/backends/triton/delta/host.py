@@ -51,7 +51,7 @@ def settings_of(kind: str, key: int, value: int, q: Tensor, states: int, most: i
         single = exact or card == "amd" or (largest > 128 and card == "ampere")
     elif (kind, states, card) == ("out", 1, "hopper") and largest <= 64 and not exact:
         columns = 64
-    chunk = CHUNK // 2 if exact and largest > 128 else CHUNK  # with all of it, they need 100 kB
+    chunk = CHUNK // 2 if exact and largest > 128 else CHUNK  # the gradients of 32 need 100 kB
     return Settings(min(chunk, most), block(key, 256), block(value, columns), warps, 1 if single else 2)
 
 
