@@ -26,7 +26,6 @@ import cases  # noqa: E402
 import timing  # noqa: E402
 
 from halflife import ops  # noqa: E402
-from halflife.evaluation import throughput  # noqa: E402
 from halflife.files import write_text  # noqa: E402
 from halflife.training.speed import gemm_rate  # noqa: E402
 
@@ -153,7 +152,7 @@ def _grown(backend: str, name: str) -> float:
         case = next(case for case in _ours(x, backend) if case.name == name)
         if length == 64:
             case.forward().sum().backward()
-    return throughput.peak_memory(lambda: case.forward().sum().backward()) / 1e6
+    return timing.peak_memory(lambda: case.forward().sum().backward()) / 1e6
 
 
 # -------------------------------------------------------------------------------------------------- report

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import timing  # noqa: E402
 
 from halflife import LanguageModel, Session, preset  # noqa: E402
-from halflife.evaluation.throughput import now, resident_memory  # noqa: E402
+from halflife.evaluation.throughput import now  # noqa: E402
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_layers": 2, "vocab_size": 256}
 MODELS = ("gated_deltanet+gate_rank", "echo", "mamba2+post", "rwkv7")
@@ -68,7 +68,7 @@ class Pace:
         self._times.append(now() - self._last)
         if len(self._times) == self.every:
             tokens = self.every * (len(self.stretches) + 1)
-            self.stretches.append(Stretch(tokens, median(self._times), resident_memory()))
+            self.stretches.append(Stretch(tokens, median(self._times), timing.resident_memory()))
             self._times.clear()
         self._last = now()  # excludes the time that this method takes
 

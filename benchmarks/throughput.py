@@ -256,7 +256,7 @@ def _grown(name: str, ids: Tensor, bf16: bool) -> int:
     with torch.no_grad():
         model(ids[:1, :64])  # a first product loads libraries
     step = throughput.train_step(model, bf16=bf16)
-    return throughput.peak_memory(lambda: step(ids))
+    return timing.peak_memory(lambda: step(ids))
 
 
 # ---------------------------------------------------------------------------------------------- decoding

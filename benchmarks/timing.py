@@ -46,6 +46,30 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def resident_memory(field: str = "VmRSS") -> int:
+    """Return the bytes of memory that this process holds now (field "VmRSS") or held at its peak ("VmHWM")."""
+    if not STATUS.exists():
+        raise FileNotFoundError(f"memory is read from {STATUS}, which only Linux has")
+    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    if field not in ("VmRSS", "VmHWM"):
+        raise ValueError(f"unknown field {field!r}; choose from VmRSS, VmHWM")
+    return 1024 * int(fields[field].split()[0])
+
+
+def peak_memory(run: Callable[[], object]) -> int:
+    """Return the peak growth of this process in bytes while `run` runs (Linux).
+
+    Memory that the allocator holds from before is used again and is not counted. Measure in a fresh process therefore.
+    """
+    before = resident_memory()
+    CLEAR.write_text("5")  # resets the peak to the memory held now
+    run()
+    return max(0, resident_memory("VmHWM") - before)
+
+
 def onednn_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
     """Measure the FLOP/s of one large matrix product on this CPU by oneDNN, where torch uses MKL."""
     a, b = torch.randn(2, size, size).to(dtype)

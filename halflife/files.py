@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # Files in the folders of models and runs that several parts of the package name; `runs.folder` says what they hold.
 CONFIG_JSON = "config.json"
@@ -96,10 +96,11 @@ def remove_orphans(folder: Path, older_than: float = 0.0) -> None:
                     path.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` atomically (see `atomic_path`), so that a reader never sees half a file."""
+def write_text(path: Path, text: str) -> Path:
+    """Write `text` atomically (see `atomic_path`), so that a reader never sees half a file; return the file."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+    return path
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -109,22 +110,19 @@ def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return table.getvalue()
 
 
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write `csv_text` atomically."""
-    write_text(path, csv_text(columns, rows))
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Write `csv_text` atomically; return the file."""
+    return write_text(path, csv_text(columns, rows))
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write `data` as JSON atomically. A number that is not finite becomes null, see `finite`."""
-    write_text(path, json.dumps(finite(data), indent=2, allow_nan=False) + "\n")
+def write_json(path: Path, data: Any) -> Path:
+    """Write `data` as JSON atomically; return the file. A number that is not finite becomes null, see `finite`."""
+    return write_text(path, json.dumps(finite(data), indent=2, allow_nan=False) + "\n")
 
 
 def write_with_table(data: Any, columns: Sequence[str], rows: Iterable[Sequence[Any]], path: Path) -> list[Path]:
     """Write data as `path.json` and its table as `path.csv`; return both files."""
-    files = [path.with_suffix(".json"), path.with_suffix(".csv")]
-    write_json(files[0], data)
-    write_csv(files[1], columns, rows)
-    return files
+    return [write_json(path.with_suffix(".json"), data), write_csv(path.with_suffix(".csv"), columns, rows)]
 
 
 def finite(data: Any) -> Any:
@@ -230,6 +228,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, and decompress it if its name ends in `.gz`. Errors while it is read name the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            yield file  # pyright: ignore
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or not gzip: {error}") from error
+
+
 def read_bytes(path: Path) -> bytes:
     """Return the bytes of a text file, decompressed if its name ends in `.gz`.
 
@@ -240,13 +250,8 @@ def read_bytes(path: Path) -> bytes:
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the files in it")
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            data = file.read(UNPACKED + 1 if path.suffix == ".gz" else -1)  # few megabytes may stand for any number
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is truncated or no gzip: {error}") from error
+    with opened(path) as file:
+        data = file.read(UNPACKED + 1 if path.suffix == ".gz" else -1)  # few megabytes may stand for any number
     if not data:
         raise ValueError(f"{path} is empty")
     if path.suffix == ".gz" and len(data) > UNPACKED:

@@ -15,6 +15,7 @@ from halflife.analysis.koopman import Operator
 from halflife.analysis.operators import measure_operators
 from halflife.analysis.survey import measure_models
 from halflife.cli import main
+from halflife.files import KOOPMAN_JSON, write_json
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures.decays import decays
 from halflife.report.figures.matplotlib_renderer import draw, save
@@ -148,7 +149,7 @@ def run_dir(tmp_path):
 
 def show_operators(result, output):
     show(*tables.operator_tables(result))
-    return [tables.write_data(result, output), *save(operators(result), output)]
+    return [write_json(output / KOOPMAN_JSON, result), *save(operators(result), output)]
 
 
 def write_all(folder, text, output):

@@ -553,7 +553,7 @@ def test_titles_list_few_models():
 
 def test_a_mean_says_how_many_seeds_have_values():
     curves = {seed: ([1, 2], [y, y]) for seed, y in enumerate((0.5, 0.7, math.nan))}
-    *_, average = seed_series("a", model_styles(["a"])["a"], curves)
+    *_, average = seed_series({"a": curves})
     assert (average.note, average.y) == (", mean of 2 of 3 seeds", [0.6, 0.6])
 
 

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import timing
 import torch
 from helpers import assert_raises
 
 from halflife import LanguageModel, Session, param_groups, preset
 from halflife.cli import main
 from halflife.evaluation import throughput
-from halflife.evaluation.throughput import Decoder, interleaved, peak_memory, resident_memory
+from halflife.evaluation.throughput import Decoder, interleaved
 from halflife.hf import HalflifeForCausalLM
 from halflife.report.tables.memory import faster_from
 
@@ -124,26 +125,26 @@ def pages():
 
 @linux
 def test_memory_that_is_held():
-    before = resident_memory()
+    before = timing.resident_memory()
     held = pages()
-    assert 60 * MB < resident_memory() - before < 72 * MB  # the kernel's counters lag by up to 0.3 MB a thread
-    assert resident_memory("VmHWM") >= before + 60 * MB
+    assert 60 * MB < timing.resident_memory() - before < 72 * MB  # the kernel's counters lag by up to 0.3 MB a thread
+    assert timing.resident_memory("VmHWM") >= before + 60 * MB
     held.close()
-    assert resident_memory() - before < 8 * MB
-    assert_raises(ValueError, "choose from VmRSS, VmHWM", resident_memory, "VmSwap")
+    assert timing.resident_memory() - before < 8 * MB
+    assert_raises(ValueError, "choose from VmRSS, VmHWM", timing.resident_memory, "VmSwap")
 
 
 @linux
 def test_peak_is_of_this_run_alone():
     """The peak counts memory that is freed before the end, and not memory that was freed before the start."""
     pages().close()
-    assert 60 * MB < peak_memory(lambda: pages().close()) < 72 * MB
-    assert peak_memory(lambda: None) < 8 * MB
+    assert 60 * MB < timing.peak_memory(lambda: pages().close()) < 72 * MB
+    assert timing.peak_memory(lambda: None) < 8 * MB
 
 
 def test_without_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(throughput, "STATUS", tmp_path / "status")
-    assert_raises(FileNotFoundError, "only Linux has", peak_memory, lambda: None)
+    monkeypatch.setattr(timing, "STATUS", tmp_path / "status")
+    assert_raises(FileNotFoundError, "only Linux has", timing.peak_memory, lambda: None)
 
 
 def test_counters_are_no_bytes_of_a_state(script):

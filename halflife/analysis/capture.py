@@ -65,7 +65,8 @@ def capture(
                 hooks.enter_context(_decay_hook(module, partial(decay, layer)))
         if slow_decay is not None:
             for layer, gate in slow_gates(model):
-                hooks.enter_context(gate.register_forward_hook(partial(_take_first, partial(slow_decay, layer))))
+                take = partial(slow_decay, layer)
+                hooks.enter_context(gate.register_forward_hook(lambda *call, take=take: take(call[-1][0])))
         if koopman is not None:
             for layer, mixer in ska_layers(model):
                 hooks.enter_context(_koopman_hooks(mixer, partial(koopman, layer)))
@@ -132,10 +133,6 @@ def _decay_hook(decay: Decay | MixerDecay, take: Callable[[Tensor], object]) -> 
         yield
     finally:
         del decay.scan
-
-
-def _take_first(take: Callable[[Tensor], object], module: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
-    take(output[0])
 
 
 @contextmanager

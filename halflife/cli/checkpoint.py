@@ -8,11 +8,9 @@ from typing import Any
 from halflife.data import tokenizers
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json
 from halflife.models import LanguageModel
+from halflife.models.convert import TOKENIZER
 from halflife.models.load import check_finite, load_any
 from halflife.runs.folder import FolderKind, folder_kind
-
-# One of these beside the weights is a tokenizer of transformers.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
@@ -35,7 +33,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> tokenizers.Tokenizer:
     It is the bytes that `config.json` names, or one of transformers, or the bytes that a vocabulary of 256 implies.
     """
     name = read_json(folder / CONFIG_JSON).get("tokenizer")
-    if name not in tokenizers.OF_BYTES and any((folder / file).exists() for file in TOKENIZER_FILES):
+    if name not in tokenizers.OF_BYTES and any((folder / file).exists() for file in TOKENIZER):
         import halflife.hf  # noqa: F401 (AutoTokenizer asks for the model's configuration)
 
         try:

@@ -58,7 +58,7 @@ class Spectrum:
     def run(self) -> None:
         from halflife.analysis.survey import measure_models
         from halflife.cli.options import command_line, default_device
-        from halflife.files import finite, writable
+        from halflife.files import KOOPMAN_JSON, finite, writable, write_json
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.operators import operators
         from halflife.report.page.model_spectrum import write_spectrum_page
@@ -79,7 +79,7 @@ class Spectrum:
         with_ska = tables.operators_of(result)
         if with_ska["models"]:
             show(*tables.operator_tables(with_ska))
-            files += [tables.write_data(with_ska, output), *save(operators(with_ska), output)]
+            files += [write_json(output / KOOPMAN_JSON, with_ska), *save(operators(with_ska), output)]
         if any(model["layers"] for model in result["models"]):
             files.append(write_spectrum_page(result, output, command_line()))
         print(f"written to {output}: {', '.join(file.name for file in files)}")

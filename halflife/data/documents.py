@@ -16,18 +16,15 @@ it. One line of a `.jsonl` file and one row of a `.parquet` file must fit into m
 from __future__ import annotations
 
 import glob
-import gzip
 import json
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from halflife.extras import missing
-from halflife.files import CONFIG_JSON, RUN_JSON, VERSIONS_JSON
+from halflife.files import CONFIG_JSON, RUN_JSON, VERSIONS_JSON, opened
 
 PIECE = 1 << 20  # bytes; longer documents are tokenised in pieces
 LINE = 1 << 30  # bytes; a longer line means that the file is not JSON lines
@@ -171,18 +168,6 @@ def cut_document(document: bytes, limit: int) -> Iterator[Piece]:
         yield Piece(document[start:], True)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file and decompress it if necessary. Errors while it is read name the file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            yield file  # pyright: ignore
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is truncated or not gzip: {error}") from error
-
-
 def _refuse_binary(path: Path, data: bytes) -> None:
     if b"\0" in data:
         raise ValueError(f"{path} is binary or UTF-16 (it has NUL bytes); a corpus must be UTF-8 text")
@@ -190,7 +175,7 @@ def _refuse_binary(path: Path, data: bytes) -> None:
 
 def _text(path: Path, limit: int) -> Iterator[Piece]:
     held = b""
-    with _opened(path) as file:
+    with opened(path) as file:
         while chunk := file.read(limit):
             _refuse_binary(path, chunk)
             held += chunk
@@ -214,7 +199,7 @@ def _cut(data: bytes, limit: int) -> int:
 
 def _jsonl(path: Path, field: str) -> Iterator[bytes]:
     number = 0
-    with _opened(path) as file:
+    with opened(path) as file:
         while line := file.readline(LINE):
             number += 1
             _refuse_binary(path, line)
@@ -261,7 +246,7 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
     except ImportError as error:
         raise missing(str(path), "pyarrow") from error
     row = 0
-    with _opened(path) as file:
+    with opened(path) as file:
         try:
             table = parquet.ParquetFile(file)
             if field not in table.schema_arrow.names:

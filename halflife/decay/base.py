@@ -135,7 +135,8 @@ class Decay(Float32Module):
             options = {"taper": taper, "offset": offset, "position": position, "with_step": with_step}
             g, step = log_decay(f, law, **options)
             return DecayParts(g, step, None) if parts else g
-        f = self._wide(f)
+        self._check(f)
+        f = f if f.dtype == torch.float64 else f.float()
         if step is None and with_step:
             step = self.step_size(f)
         g = self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
@@ -205,11 +206,6 @@ class Decay(Float32Module):
             position: position of the token, from 1. Only position-adaptive decays depend on it.
         """
         return (-self.base_log_rate()).exp()
-
-    def _wide(self, f: Tensor) -> Tensor:
-        """Check the shape of f and return it in float32 or float64."""
-        self._check(f)
-        return f if f.dtype == torch.float64 else f.float()
 
     def _check(self, f: Tensor) -> None:
         if f.shape[2:] != self.shape:

@@ -1,4 +1,4 @@
-"""Speed and memory of training and decoding: the work that is timed, and fair ways to time it.
+"""Speed of training and decoding: the work that is timed, and fair ways to time it.
 
 A model is any module with `logits, state = model(ids, state)`, also of another library.
 """
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 
 from halflife.models import LanguageModel, param_groups, preset
 from halflife.ops.linear import fast_linears
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def interleaved(
@@ -205,24 +202,3 @@ class Decoder:
         if self.token is None:
             raise ValueError("the decoder has read nothing yet: let it read a context first")
         self.read(self.token)
-
-
-def resident_memory(field: str = "VmRSS") -> int:
-    """Return the bytes of memory that this process holds now (field "VmRSS") or held at its peak ("VmHWM")."""
-    if not STATUS.exists():
-        raise FileNotFoundError(f"memory is read from {STATUS}, which only Linux has")
-    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    if field not in ("VmRSS", "VmHWM"):
-        raise ValueError(f"unknown field {field!r}; choose from VmRSS, VmHWM")
-    return 1024 * int(fields[field].split()[0])
-
-
-def peak_memory(run: Callable[[], object]) -> int:
-    """Return the peak growth of this process in bytes while `run` runs (Linux).
-
-    Memory that the allocator holds from before is used again and is not counted. Measure in a fresh process therefore.
-    """
-    before = resident_memory()
-    CLEAR.write_text("5")  # resets the peak to the memory held now
-    run()
-    return max(0, resident_memory("VmHWM") - before)

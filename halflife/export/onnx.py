@@ -22,12 +22,8 @@ INITIAL, ABOUT = "initial_state.safetensors", "graphs.json"
 AFTER = ".after"  # ends the name of an output that is a state
 
 
-def _hypot(x: Tensor, y: Tensor) -> Tensor:
-    return (x.square() + y.square()).sqrt()
-
-
 # An operation that ONNX does not have, in operations that it has.
-DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: _hypot}
+DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: lambda x, y: (x.square() + y.square()).sqrt()}
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ def write_card(run: LanguageRun) -> Path | None:
     if not run.result or "diverged" in run.result or not (run.path / WEIGHTS).exists():
         return None
     figure = _draw_decays(run.path)
-    write_text(run.path / CARD, "\n".join([*_metadata(run), _text(run, figure)]))
-    return run.path / CARD
+    return write_text(run.path / CARD, "\n".join([*_metadata(run), _text(run, figure)]))
 
 
 def _draw_decays(folder: Path) -> str | None:

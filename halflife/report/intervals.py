@@ -66,12 +66,6 @@ def with_interval(values: Values, digits: int, sign: str = "") -> str:
     return mean if math.isnan(interval.low) else f"{mean} [{low}, {high}]"
 
 
-def with_seeds(values: Values, digits: int) -> str:
-    """Write a mean over seeds with its interval and the value of every seed, "87.6 [86.1, 88.9] (86.1, 88.9, 87.8)"."""
-    every = f" ({', '.join(f'{x:.{digits}f}' for x in values)})" if len(values) > 1 else ""
-    return f"{with_interval(values, digits)}{every}"
-
-
 def in_percent(values: Values) -> str:
     """Write fractions as a mean in percent, with its interval."""
     return with_interval([100 * value for value in values], 1)

@@ -50,8 +50,8 @@ class Look(Lens):
 
     def save(self, path: str | Path, chosen: Sequence[Head] = (), progress: Progress = ignore) -> Path:
         """Write the page of `html`, and return its path. It links to the report of a run in the same folder."""
-        write_text(Path(path), self.html(chosen, progress, REPORT * (Path(path).parent / REPORT_HTML).is_file()))
-        return Path(path)
+        report = REPORT * (Path(path).parent / REPORT_HTML).is_file()
+        return write_text(Path(path), self.html(chosen, progress, report))
 
     def picture(self, path: str | Path) -> Path:
         """Write what is left at the last token, in the slowest, the median and the fastest head, as .png or .svg."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from halflife.report.intervals import with_seeds
+from halflife.report.intervals import with_interval
 
 Rows = Sequence[Mapping[str, Any]]  # of `results.csv`
 
@@ -23,7 +23,8 @@ def percent(rows: Rows) -> str:
     From three seeds on, the 95 % interval of the mean stands between them: "87.6 [86.1, 88.9] (86.1, 88.9, 87.8)".
     """
     rows = [r for r in rows if r["selected"]]
-    seeds = [fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
+    seeds = [100 * fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
     if not seeds or any(map(math.isnan, seeds)):
         return "diverged" if seeds else "–"
-    return with_seeds([100 * x for x in seeds], 1)
+    every = f" ({', '.join(f'{x:.1f}' for x in seeds)})" if len(seeds) > 1 else ""
+    return f"{with_interval(seeds, 1)}{every}"

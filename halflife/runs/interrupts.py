@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from halflife.training.config import SIGNALS
+from halflife.training.config import on_signals
 from halflife.training.fit import StoppedBySignal
 
 
@@ -30,12 +29,5 @@ def signals_noted() -> Iterator[Callable[[], None]]:
         if received:
             raise StoppedBySignal("the comparison was stopped", received[0])
 
-    previous = {}
-    if threading.current_thread() is threading.main_thread():  # Python allows handlers in this thread only
-        wanted = (number for number in (*SIGNALS, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN)
-        previous = {number: signal.signal(number, note) for number in wanted}
-    try:
+    with on_signals(note):
         yield check
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

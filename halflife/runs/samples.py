@@ -34,9 +34,7 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = ()) -> 
         pieces = session.write(SAMPLE_TOKENS, stop=stop, temperature=TEMPERATURE, generator=generator)
         text.append(f"{tokenizer.decode(ids)}⟨here the model begins⟩{''.join(pieces)}\n")
     rule = "-" * 80
-    path = folder / SAMPLES_TXT
-    write_text(path, f"{rule}\n".join(text))
-    return path
+    return write_text(folder / SAMPLES_TXT, f"{rule}\n".join(text))
 
 
 def document_starts(corpus: Corpus) -> list:

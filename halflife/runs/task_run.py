@@ -137,8 +137,11 @@ class TaskRun(ModelRun):
         tests = self.config.tests
         return {
             "tests": [self._score(model, test, diverged) for test in tests],
-            "positions": [] if diverged else [self._by_position(model, t) for t in tests if t.built.dense],
-        }
+            "positions": [
+                {"test": t.name, "length": t.built.length, **by_position(model, t.built, **self._test_settings(t))}
+                for t in tests if t.built.dense and not diverged
+            ],
+        }  # fmt: skip
 
     def _score(self, model: LanguageModel, test: TestSpec, diverged: bool) -> dict[str, Any]:
         task = test.built
@@ -147,10 +150,6 @@ class TaskRun(ModelRun):
             "accuracy": float("nan") if diverged else accuracy(model, task, **self._test_settings(test)),
             "chance": task.chance, "shortcut_accuracy": task.shortcut_accuracy, "lag": median_lag(task),
         }  # fmt: skip
-
-    def _by_position(self, model: LanguageModel, test: TestSpec) -> dict[str, Any]:
-        task = test.built
-        return {"test": test.name, "length": task.length, **by_position(model, task, **self._test_settings(test))}
 
     def _test_settings(self, test: TestSpec) -> dict[str, Any]:
         return self._measured("test", test.examples or self.config.test_examples)

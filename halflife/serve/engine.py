@@ -162,7 +162,9 @@ class Engine:
     @torch.no_grad()
     def turn(self) -> None:
         """Read a piece of the prompts, and write a token of each continuation."""
-        self._forget_cancelled()
+        gone = {job for job in self._jobs() if job.cancelled}
+        self.counts.cancelled += len(gone)
+        self._end(gone, "the request was cancelled")
         self._let_in()
         self._read_prompts()
         self._write_tokens()
@@ -170,11 +172,6 @@ class Engine:
     def _jobs(self) -> set[Job]:
         with self._wake:
             return {*self._waiting, *self._reading, *(row.job for group in self._groups for row in group.rows)}
-
-    def _forget_cancelled(self) -> None:
-        gone = {job for job in self._jobs() if job.cancelled}
-        self.counts.cancelled += len(gone)
-        self._end(gone, "the request was cancelled")
 
     def _fail(self, jobs: set[Job], reason: str) -> None:
         self.counts.failed += len(jobs)

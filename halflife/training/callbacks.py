@@ -6,7 +6,6 @@ import json
 import math
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers import TrainerCallback
 
 from halflife.files import METRICS_JSONL, finite, naming, read_metrics, write_text
 from halflife.layers import gate_statistics
-from halflife.training.config import SIGNALS
 from halflife.training.speed import Speed, StepTimes
 
 if TYPE_CHECKING:
@@ -193,11 +191,10 @@ class ProgressBar(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """On a signal to end (`SIGNALS`, or Ctrl-C), saves a checkpoint after the current step and ends the training.
+    """On a signal to end that `note` is given, saves a checkpoint after the current step and ends the training.
 
     Job managers send such a signal some seconds before they kill a process. A second Ctrl-C ends it at once. All
-    processes of a run stop after the same step, even if only one of them received it. A signal that is ignored, as
-    SIGHUP under nohup, stays ignored.
+    processes of a run stop after the same step, even if only one of them received it.
 
     Attributes:
         received: the number of the signal, or None.
@@ -206,13 +203,9 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.received: int | None = None
         self.hosts: Any = None  # the group of the processes, in which a host does not wait for its device
-        self.previous: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers in this thread only
-            for number in (*SIGNALS, signal.SIGINT):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self.previous[number] = signal.signal(number, self._on_signal)
 
-    def _on_signal(self, number: int, _: object) -> None:
+    def note(self, number: int, _: object) -> None:
+        """Handle a signal, see `on_signals`."""
         if number == signal.SIGINT:
             if self.received == number:
                 raise KeyboardInterrupt
@@ -230,8 +223,3 @@ class StopOnSignal(TrainerCallback):
             self.received = int(received) or None
         if self.received is not None:
             control.should_save = control.should_training_stop = True
-
-    def restore(self) -> None:
-        """Restore the signal handlers that were there before."""
-        for number, handler in self.previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

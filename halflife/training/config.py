@@ -7,7 +7,9 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,23 @@ TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU") if hasattr(signal, name))
 
 MOST_STEPS = 10**9  # also the largest batch
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Give signals to end (`SIGNALS`, or Ctrl-C) to a handler, in the main thread alone, as Python demands.
+
+    A signal that is ignored, as SIGHUP under nohup, stays ignored.
+    """
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        wanted = (number for number in (*SIGNALS, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN)
+        previous = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 @dataclass(frozen=True, kw_only=True)

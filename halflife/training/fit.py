@@ -23,7 +23,7 @@ from halflife.packing import Packing
 from halflife.precision import wide
 from halflife.tasks import IGNORED
 from halflife.training.carried import CarriedStates, Part
-from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank
+from halflife.training.config import ExecutionConfig, TrainConfig, as_json, on_signals, rank
 from halflife.training.schedules import BY_EPOCH
 
 if TYPE_CHECKING:
@@ -207,9 +207,10 @@ def fit(
     if arguments.device.type == "cpu":
         keep_freed_memory()
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
-    compiling = ExitStack()
+    during = ExitStack()
+    during.enter_context(on_signals(stop.note))
     if execution.compile:
-        metrics.graphs = compiling.enter_context(compiled_blocks(model, recompute))
+        metrics.graphs = during.enter_context(compiled_blocks(model, recompute))
     if execution.fsdp or execution.context_parallel > 1:
         shape = execution.replicas, execution.context_parallel
         mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("rows", "context"))
@@ -235,7 +236,7 @@ def fit(
     start = 0 if store.newest is None else int(store.newest.name.rpartition("-")[2])
     try:
         with (
-            compiling,
+            during,
             fast_linears(model),
             nullcontext() if metrics.tracking is None else metrics.tracking.open(start),
         ):
@@ -249,7 +250,6 @@ def fit(
         raise
     finally:
         bar.close()
-        stop.restore()
     if stop.received is not None:
         raise StoppedBySignal(f"stopped after step {trainer.state.global_step} of {config.steps}", stop.received)
     return None, metrics

@@ -18,7 +18,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile, record_functio
 from transformers import TrainerCallback
 
 from halflife.decay import Decay
-from halflife.files import PROFILE_CSV, TRACE_JSON, write_text
+from halflife.files import PROFILE_CSV, TRACE_JSON, write_csv
 from halflife.layers import Mixer
 from halflife.layers.design.gates import GATES
 from halflife.layers.parts import OUTPUT_NORMS, DecayProjection, ShortConv
@@ -134,9 +134,9 @@ def _place(event: Any) -> tuple[str | None, int | None]:
 
 def write_table(found: dict[str, list[float]], steps: int, path: Path) -> None:
     """Write the milliseconds a step of each pass, and its share."""
-    total = sum(map(sum, found.values())) or 1.0
-    lines = ["pass,forward_ms,backward_ms,share"]
+    total, rows = sum(map(sum, found.values())) or 1.0, []
     for name in PASSES:
         forward, backward = (1e3 * x / steps for x in found.get(name, [0.0, 0.0]))
-        lines.append(f"{name},{forward:.3f},{backward:.3f},{(forward + backward) * steps / 1e3 / total:.4f}")
-    write_text(path, "\n".join(lines) + "\n")
+        share = (forward + backward) * steps / 1e3 / total
+        rows.append((name, f"{forward:.3f}", f"{backward:.3f}", f"{share:.4f}"))
+    write_csv(path, ("pass", "forward_ms", "backward_ms", "share"), rows)

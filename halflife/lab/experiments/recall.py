@@ -74,7 +74,11 @@ class RecallExperiment(Experiment):
             tests=(
                 *(TestSpec(name="in_distribution", task=task) for task in mixture),
                 *(
-                    TestSpec(name=name, task=task, examples=_examples(task, settings))
+                    TestSpec(
+                        name=name,
+                        task=task,
+                        examples=min(settings.test_examples, max(16, settings.test_tokens // build(**task).length)),
+                    )
                     for name in settings.test_tasks
                     for task in grid((name,), self._lengths(name, settings), settings.test_pairs)
                 ),
@@ -88,10 +92,6 @@ class RecallExperiment(Experiment):
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         """The configuration of a model by its name."""
         return recall_model(name, settings)
-
-
-def _examples(task: dict[str, Any], settings: RecallSettings) -> int:
-    return min(settings.test_examples, max(16, settings.test_tokens // build(**task).length))
 
 
 def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> Iterator[dict[str, Any]]:

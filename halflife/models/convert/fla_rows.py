@@ -145,10 +145,6 @@ def _retnet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
     ])  # fmt: skip
 
 
-def _describe_retnet(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
-    return {**fla.describe_gla(model, mixers), "elementwise_affine": True}
-
-
 SOURCES.add("delta_net")(
     Source("fla's delta_net", "fla", _delta_net, _delta_net_rules, _describe_delta_net, mixer="deltanet")
 )
@@ -156,4 +152,7 @@ SOURCES.add("gated_deltaproduct")(
     Source("fla's gated_deltaproduct", "fla", _product, _product_rules, _describe_product, mixer="deltaproduct")
 )
 SOURCES.add("comba")(Source("fla's comba", "fla", _comba, _comba_rules, _describe_comba))
-SOURCES.add("retnet")(Source("fla's retnet", "fla", _retnet, _retnet_rules, _describe_retnet))
+SOURCES.add("retnet")(Source(
+    "fla's retnet", "fla", _retnet, _retnet_rules,
+    lambda model, mixers: {**fla.describe_gla(model, mixers), "elementwise_affine": True},
+))  # fmt: skip

@@ -20,7 +20,7 @@ from halflife.report.figures.data import (
     seed_series,
 )
 from halflife.report.numbers import short_count
-from halflife.report.style import INK, ModelStyle, model_styles
+from halflife.report.style import INK, ModelStyle
 from halflife.report.tables.comparison import levels
 from halflife.runs.records import IN_DISTRIBUTION, LAG, Comparison, Training, mean
 
@@ -83,20 +83,20 @@ def _accuracy_panel(run: Comparison, test: str) -> Panel:
     if pairs:
         every = f"pairs at every {'lag' if test == LAG else 'length'}"
         title += f": {pairs[0]:g} " + (f"to {pairs[-1]:g} pairs" if len(pairs) > 1 else every)
-    series: list[Series] = []
-    for model, style in model_styles(run.models).items():
-        curves: dict[int, Curve] = {
+    curves: dict[str, dict[int, Curve]] = {
+        model: {
             seed: (varied, [run.mean(model, "accuracy", test=test, length=n, seed=seed) for n in lengths])
             for seed in run.seeds(model)
         }
-        series += seed_series(model, style, curves)
+        for model in run.models
+    }
     known = levels([vars(score) for score in run.scores if score.test == test])
     chance, shortcut = ([known[test, n][i] for n in lengths] for i in (0, 1))
-    series += [
+    level_lines = [
         Series("shortcut", run.guess(test), SHORTCUT, varied, shortcut, "level"),
         Series("chance", "chance", CHANCE, varied, chance, "level"),
     ]
-    return Panel(title, x, ACCURACY, series, references)
+    return Panel(title, x, ACCURACY, [*seed_series(curves), *level_lines], references)
 
 
 def _axis(run: Comparison, test: str) -> tuple[Sequence[float], Axis, list[Reference]]:
@@ -150,14 +150,14 @@ def positions(run: Comparison) -> FigureData:
     loss = Axis("cross-entropy (nats)", from_zero=True, phrase="{} nats")
     panels = []
     for key, y in (("accuracy", ACCURACY), ("loss", loss)):
-        series: list[Series] = []
-        for model, style in model_styles(run.models).items():
-            curves: dict[int, Curve] = {
+        curves: dict[str, dict[int, Curve]] = {
+            model: {
                 one.seed: (range(1, length + 1), found[key])
                 for one in run.trainings_of(model) for found in one.positions if found["length"] == length
-            }  # fmt: skip
-            series += seed_series(model, style, curves)
-        panels.append(Panel(key, x, y, series, training_length(run.train_length)))
+            }
+            for model in run.models
+        }  # fmt: skip
+        panels.append(Panel(key, x, y, seed_series(curves), training_length(run.train_length)))
     return FigureData(
         "positions", "Accuracy and loss by position", panels,
         "Line charts of accuracy and of cross-entropy against the position in the longest test for "
@@ -172,13 +172,13 @@ def length(run: Comparison) -> FigureData:
     x = Axis("length of the text (tokens)", log=True, ticks=length_ticks(sizes), phrase="{} tokens")
     panels = []
     for key, title in (("perplexity", "all tokens"), ("last_perplexity", "the last T tokens")):
-        series: list[Series] = []
-        for model, style in model_styles(run.models).items():
-            curves: dict[int, Curve] = {
+        series = seed_series({
+            model: {
                 one.seed: ([at["length"] for at in one.lengths], [at[key] for at in one.lengths])
                 for one in run.trainings_of(model)
             }
-            series += seed_series(model, style, curves)
+            for model in run.models
+        })  # fmt: skip
         panels.append(Panel(title, x, Axis("perplexity", log=True), series, training_length(run.train_length)))
     return FigureData(
         "length", "Perplexity by length", panels,
@@ -199,13 +199,10 @@ def gates(trainings: Mapping[str, Sequence[Training]]) -> FigureData:
     """What the slow gates of the trained models of each name do during training, means over layers."""
     panels = []
     for key, (title, y) in GATES.items():
-        series: list[Series] = []
-        for model, style in model_styles(list(trainings)).items():
-            series += seed_series(model, style, {one.seed: _gate_curve(one, key) for one in trainings[model]})
-        panels.append(Panel(title, STEP, y, series))
-    panels = same_steps(panels)
+        curves = {model: {one.seed: _gate_curve(one, key) for one in own} for model, own in trainings.items()}
+        panels.append(Panel(title, STEP, y, seed_series(curves)))
     return FigureData(
-        "gates", "What the slow gates do", panels,
+        "gates", "What the slow gates do", same_steps(panels),
         "Line charts of the share of resets, the mean segment length and the slow state's share of the energy "
         "during training.",
         f"{SEEDS}All values are means over layers. At a reset, the content of the fast state is added to the slow "
@@ -240,14 +237,11 @@ def training(
     panels = []
     loss = Axis("loss (nats)", from_zero=True, phrase="{} nats")
     for title, name, y in (("training loss", "loss", loss), (validation, key, axis)):
-        series: list[Series] = []
-        for model, style in model_styles(run.models).items():
-            # A seed with several learning rates, while none is selected, shows the last one.
-            series += seed_series(model, style, {one.seed: one.curve(name) for one in run.trainings_of(model)})
-        panels.append(Panel(title, STEP, y, series))
-    panels = same_steps(panels)
+        # A seed with several learning rates, while none is selected, shows the last one.
+        curves = {model: {one.seed: one.curve(name) for one in run.trainings_of(model)} for model in run.models}
+        panels.append(Panel(title, STEP, y, seed_series(curves)))
     return FigureData(
-        "training", "Training", panels,
+        "training", "Training", same_steps(panels),
         f"Line charts of training loss and {validation} against the step for {', '.join(run.models)}.",
         f"{SEEDS}All runs have the selected learning rate. Left: cross-entropy at the scored positions, averaged "
         f"over the steps between two records. Right: {explanation}. Its final value selects the learning rate.",

@@ -201,8 +201,13 @@ def layer_rows(
     return {"panels": panels, "columns": width if width > 1 else 3, "size": (2.1, 2.25), "shared": True}
 
 
-def seed_series(model: str, style: ModelStyle, curves: Mapping[int, Curve]) -> list[Series]:
-    """A model's curves: a thin one for each seed that has points, and their mean where all seeds have values."""
+def seed_series(models: Mapping[str, Mapping[int, Curve]]) -> list[Series]:
+    """The curves of models by seed: a thin one for each that has points, and their mean where all seeds have values."""
+    styles = model_styles(list(models))
+    return [one for model, curves in models.items() for one in _of_seeds(model, styles[model], curves)]
+
+
+def _of_seeds(model: str, style: ModelStyle, curves: Mapping[int, Curve]) -> list[Series]:
     curves = {seed: curve for seed, curve in curves.items() if len(curve[0])}
     if not curves:
         return []

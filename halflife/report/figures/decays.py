@@ -34,8 +34,9 @@ def decays(result: dict[str, Any]) -> FigureData:
     tokens = Axis("tokens", log=True, phrase="{} tokens")
     panels = []
     for title, y, transform in (
-        ("Median decay λ", Axis("λ", limits=(-0.03, 1.03)), float), ("Half-life at the median", tokens, _half_life)
-    ):  # fmt: skip
+        ("Median decay λ", Axis("λ", limits=(-0.03, 1.03)), float),
+        ("Half-life at the median", tokens, lambda decay: float(np.clip(half_life(decay), FASTEST, SLOWEST))),
+    ):
         series = []
         for i, name in enumerate(models):
             shift = MODEL_SHIFT * (i - (len(models) - 1) / 2) if bars else 0.0
@@ -64,11 +65,6 @@ def decays(result: dict[str, Any]) -> FigureData:
         keys={f"tokens of a sequence, {result['length']:,}": Key(REFERENCE, "level")}, missing=MISSING,
         size=(2.4, 2.8),
     )  # fmt: skip
-
-
-def _half_life(decay: float) -> float:
-    """The half-life in tokens, within the limits of all figures of time-scales."""
-    return float(np.clip(half_life(decay), FASTEST, SLOWEST))
 
 
 def _finite(layer: dict[str, Any]) -> float:

@@ -76,8 +76,8 @@ def loss(runs: Mapping[str, Training], baselines: Mapping[str, float] | None = N
     x = Axis("step", log=True, phrase="step {}")
     lines = [Reference(name, y=value) for name, value in (baselines or {}).items()]
     panels = [
-        Panel("loss", x, Axis(BITS_A_TOKEN, log=True, phrase="{} bits"), _with_points(losses), lines),
-        Panel("learning rate", x, Axis("", from_zero=True), _with_points(rates)),
+        Panel("loss", x, Axis(BITS_A_TOKEN, log=True, phrase="{} bits"), [one for one in losses if len(one.x)], lines),
+        Panel("learning rate", x, Axis("", from_zero=True), [one for one in rates if len(one.x)]),
     ]
     return FigureData(
         "loss", "Training", panels,
@@ -85,7 +85,3 @@ def loss(runs: Mapping[str, Training], baselines: Mapping[str, float] | None = N
         "Left: the thin line is the loss of the training batches, averaged over the steps between two "
         "records. The thick line is the loss on the validation text, always on the same rows.",
     )  # fmt: skip
-
-
-def _with_points(curves: list[Series]) -> list[Series]:
-    return [series for series in curves if len(series.x)]

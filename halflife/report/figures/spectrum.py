@@ -168,7 +168,8 @@ def distributions(data: Data) -> FigureData:
     left, right = [], []
     styles = label_styles(model["model"] for model in data["models"])
     for name, model in models.items():
-        layers, style = [_log_timescales(layer) for layer in model["layers"]], styles[name]
+        base = [_scales(next(iter(layer["spectra"].values()))).clip(FASTEST, SLOWEST) for layer in model["layers"]]
+        layers, style = list(map(np.log10, base)), styles[name]
         x, y = density(np.concatenate(layers))
         left.append(Series(name, "", style, 10**x, y, "line"))
         middle = layers[len(layers) // 2]
@@ -187,11 +188,6 @@ def density(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x = np.linspace(logs.min() - 3 * width, logs.max() + 3 * width, NUM_POINTS)
     heights = np.exp(-0.5 * ((x[:, None] - logs) / width) ** 2) / (width * math.sqrt(2 * math.pi))
     return x, heights.mean(1)
-
-
-def _log_timescales(layer: Data) -> np.ndarray:
-    """log10 of the base time-scales at position 1."""
-    return np.log10(_scales(next(iter(layer["spectra"].values()))).clip(FASTEST, SLOWEST))
 
 
 def _scales(spectrum: Data) -> np.ndarray:

@@ -32,11 +32,10 @@ def write_spectrum_page(result: dict[str, Any], folder: Path, command: str, find
 
     The `findings` of `halflife diagnose` take the place of the page's own.
     """
-    path, page = folder / REPORT_HTML, spectrum_page(result, command)
+    page = spectrum_page(result, command)
     if findings:
         page |= {"findings": findings, "kind": "Measured by halflife diagnose"}
-    write_text(path, render(page))
-    return path
+    return write_text(folder / REPORT_HTML, render(page))
 
 
 def spectrum_page(result: dict[str, Any], command: str) -> dict[str, Any]:

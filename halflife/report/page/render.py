@@ -33,9 +33,7 @@ def write_page(run: Comparison | LanguageRun, figures: Sequence[FigureData]) -> 
         page = language_page(run)
     else:
         page = decay_grid_page(run) if folder_kind(run.path) is FolderKind.GRID else comparison_page(run)
-    path = run.path / REPORT_HTML
-    write_text(path, render({**page, "figures": figures}))
-    return path
+    return write_text(run.path / REPORT_HTML, render({**page, "figures": figures}))
 
 
 def render(page: dict[str, Any]) -> str:

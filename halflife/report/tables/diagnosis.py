@@ -35,7 +35,11 @@ def verdict(label: str, allowed: Allowed, spectrum: Mapping[str, Any] | None) ->
 def _of_layers(model: Mapping[str, Any]) -> str:
     """How long the slowest head of each layer keeps what it reads: its horizon on the text, or its base time-scale."""
     on_text = all("horizon" in layer for layer in model["layers"])
-    reach = {layer["layer"]: _reach(model, layer, on_text) for layer in model["layers"]}
+    position = str(training_position(model["positions"]))
+    reach: dict[int, float] = {
+        layer["layer"]: layer["horizon"] if on_text else max(layer["spectra"][position]["timescales"])
+        for layer in model["layers"]
+    }
     longest = model["layers"][0]["longest_lag"] if on_text else None
     where = "on the text" if on_text else "at zero input"
     long = {layer: reached for layer, reached in reach.items() if reached >= LONG}
@@ -46,12 +50,6 @@ def _of_layers(model: Mapping[str, Any]) -> str:
     others = [reached for layer, reached in reach.items() if layer not in long]
     rest = f"; the other layers forget within {_tokens(max(others))}" if others else ""
     return f"{kept[0].upper()}{kept[1:]} tokens{rest}, {where}."
-
-
-def _reach(model: Mapping[str, Any], layer: Mapping[str, Any], on_text: bool) -> float:
-    if on_text:
-        return layer["horizon"]
-    return max(layer["spectra"][str(training_position(model["positions"]))]["timescales"])
 
 
 def _tokens(number: float, longest: int | None = None) -> str:

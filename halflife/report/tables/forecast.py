@@ -167,12 +167,9 @@ def print_forecasts(result: Mapping[str, Any], details: bool) -> None:
 
 def write_forecasts(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `forecast.json` (null for a lag beyond the longest one) and `forecast.md`; return both files."""
-    files = [folder / FORECAST_JSON, folder / "forecast.md"]
-    write_json(files[0], result)
     words = "".join(f"* {each}\n" for each in sentences(result))
     parts = [words, *(f"{each.markdown()}\n\n{each.note}\n" for each in forecast_tables(result))]
-    write_text(files[1], "\n".join(parts))
-    return files
+    return [write_json(folder / FORECAST_JSON, result), write_text(folder / "forecast.md", "\n".join(parts))]
 
 
 def read_forecasts(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.model_spectrum import training_position
 from halflife.analysis.operators import PERSISTENT_DELTA
-from halflife.files import DECAYS_JSON, KOOPMAN_JSON, write_json, write_with_table
+from halflife.files import DECAYS_JSON, write_with_table
 from halflife.report.numbers import token_count
 from halflife.report.table import GAP, Row, Table, grouped
 
@@ -183,13 +183,6 @@ def operators_of(measured: dict[str, Any]) -> dict[str, Any]:
         for model in measured["models"] if model["operators"]
     ]  # fmt: skip
     return {**measured, "delta": PERSISTENT_DELTA, "models": models}
-
-
-def write_data(result: dict[str, Any], folder: Path) -> Path:
-    """Write the result of `operators_of` as `koopman.json`, in which null stands for what is not finite."""
-    file = folder / KOOPMAN_JSON
-    write_json(file, result)
-    return file
 
 
 def operator_tables(result: dict[str, Any]) -> Iterator[Table]:

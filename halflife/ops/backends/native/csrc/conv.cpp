@@ -326,15 +326,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy, Tensor dfinal, Te
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor state, Tensor? cu_seqlens, bool activated) "
-      "-> (Tensor, Tensor)");
+      "-> (Tensor, Tensor)",
+      torch::dispatch(at::kCPU, forward));
   m.def(
       "causal_conv_backward(Tensor dy, Tensor dfinal, Tensor x, Tensor weight, Tensor? bias, Tensor state, "
-      "Tensor? cu_seqlens, bool activated) -> (Tensor, Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) {
-  m.impl("causal_conv", forward);
-  m.impl("causal_conv_backward", backward);
+      "Tensor? cu_seqlens, bool activated) -> (Tensor, Tensor, Tensor, Tensor)",
+      torch::dispatch(at::kCPU, backward));
 }
 
 }  // namespace halflife

@@ -129,19 +129,15 @@ Tensor rotate(Tensor x, Tensor cos, Tensor sin, double sign) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
-  m.def("swiglu(Tensor a, Tensor b) -> Tensor");
-  m.def("swiglu_backward(Tensor dy, Tensor a, Tensor b) -> (Tensor, Tensor)");
-  m.def("scale_heads(Tensor x, Tensor s) -> Tensor");
-  m.def("scale_heads_backward(Tensor dy, Tensor x, Tensor s) -> (Tensor, Tensor)");
-  m.def("rotate(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) {
-  m.impl("swiglu", swiglu);
-  m.impl("swiglu_backward", swiglu_backward);
-  m.impl("scale_heads", scale_heads);
-  m.impl("scale_heads_backward", scale_heads_backward);
-  m.impl("rotate", rotate);
+  m.def("swiglu(Tensor a, Tensor b) -> Tensor", torch::dispatch(at::kCPU, swiglu));
+  m.def(
+      "swiglu_backward(Tensor dy, Tensor a, Tensor b) -> (Tensor, Tensor)",
+      torch::dispatch(at::kCPU, swiglu_backward));
+  m.def("scale_heads(Tensor x, Tensor s) -> Tensor", torch::dispatch(at::kCPU, scale_heads));
+  m.def(
+      "scale_heads_backward(Tensor dy, Tensor x, Tensor s) -> (Tensor, Tensor)",
+      torch::dispatch(at::kCPU, scale_heads_backward));
+  m.def("rotate(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor", torch::dispatch(at::kCPU, rotate));
 }
 
 }  // namespace halflife

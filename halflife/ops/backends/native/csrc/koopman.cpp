@@ -116,16 +116,13 @@ std::vector<Tensor> backward(Tensor q, Tensor k, Tensor v, at::TensorList memory
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "koopman(Tensor q, Tensor k, Tensor v, Tensor[] memory, Tensor pending, Tensor gamma, Tensor mix, "
-      "Tensor? cu_seqlens, float ridge, int power, int chunk_size, bool whole_sequence, bool prefix, int saved) -> Tensor[]");
+      "Tensor? cu_seqlens, float ridge, int power, int chunk_size, bool whole_sequence, bool prefix, int saved) -> Tensor[]",
+      torch::dispatch(at::kCPU, koopman::forward));
   m.def(
       "koopman_backward(Tensor q, Tensor k, Tensor v, Tensor[] memory, Tensor pending, Tensor gamma, Tensor mix, "
       "Tensor? cu_seqlens, float ridge, int power, int chunk_size, bool whole_sequence, bool prefix, Tensor borders, Tensor norms, "
-      "Tensor dy, Tensor[] dfinal) -> Tensor[]");
-}
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) {
-  m.impl("koopman", koopman::forward);
-  m.impl("koopman_backward", koopman::backward);
+      "Tensor dy, Tensor[] dfinal) -> Tensor[]",
+      torch::dispatch(at::kCPU, koopman::backward));
 }
 
 }  // namespace halflife

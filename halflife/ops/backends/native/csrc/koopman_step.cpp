@@ -198,15 +198,12 @@ TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "koopman_wait(Tensor q, Tensor k, Tensor v, Tensor gram, Tensor transition, Tensor values, Tensor norm, "
       "Tensor inverse, Tensor pending_keys, Tensor pending_values, Tensor pending, Tensor gamma, Tensor mix, int power) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
+      "-> (Tensor, Tensor, Tensor, Tensor)",
+      torch::dispatch(at::kCPU, wait));
   m.def(
       "koopman_enter(Tensor q, Tensor k, Tensor v, Tensor gram, Tensor transition, Tensor values, Tensor norm, "
-      "Tensor last, Tensor inverse, Tensor gamma, Tensor mix, float ridge, int power) -> Tensor[]");
-}
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) {
-  m.impl("koopman_wait", wait);
-  m.impl("koopman_enter", enter);
+      "Tensor last, Tensor inverse, Tensor gamma, Tensor mix, float ridge, int power) -> Tensor[]",
+      torch::dispatch(at::kCPU, enter));
 }
 
 }  // namespace halflife

@@ -155,15 +155,12 @@ std::vector<Tensor> mimo_output_backward(Tensor dout, Tensor y, Tensor later, Te
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "mimo_output(Tensor y, Tensor later, Tensor now, Tensor before, Tensor x, Tensor z, Tensor values, "
-      "Tensor gates, Tensor outputs) -> Tensor");
+      "Tensor gates, Tensor outputs) -> Tensor",
+      torch::dispatch(at::kCPU, mimo_output));
   m.def(
       "mimo_output_backward(Tensor dout, Tensor y, Tensor later, Tensor now, Tensor before, Tensor x, Tensor z, "
-      "Tensor values, Tensor gates, Tensor outputs) -> Tensor[]");
-}
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) {
-  m.impl("mimo_output", mimo_output);
-  m.impl("mimo_output_backward", mimo_output_backward);
+      "Tensor values, Tensor gates, Tensor outputs) -> Tensor[]",
+      torch::dispatch(at::kCPU, mimo_output_backward));
 }
 
 }  // namespace halflife

@@ -239,15 +239,12 @@ std::vector<Tensor> backward(Tensor dy, Tensor x, OptionalTensor gate, OptionalT
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "norm(Tensor x, Tensor? gate, Tensor? weight, Tensor? skip, Tensor? scale, str kind, int group, bool mean, "
-      "float eps) -> Tensor");
+      "float eps) -> Tensor",
+      torch::dispatch(at::kCPU, forward));
   m.def(
       "norm_backward(Tensor dy, Tensor x, Tensor? gate, Tensor? weight, Tensor? skip, Tensor? scale, str kind, "
-      "int group, bool mean, float eps) -> Tensor[]");
-}
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) {
-  m.impl("norm", forward);
-  m.impl("norm_backward", backward);
+      "int group, bool mean, float eps) -> Tensor[]",
+      torch::dispatch(at::kCPU, backward));
 }
 
 }  // namespace halflife

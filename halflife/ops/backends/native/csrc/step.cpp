@@ -159,9 +159,8 @@ std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, Op
 TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "state_step(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, "
-      "Tensor? g_slow, Tensor? gain, Tensor state, float scale) -> (Tensor, Tensor)");
+      "Tensor? g_slow, Tensor? gain, Tensor state, float scale) -> (Tensor, Tensor)",
+      torch::dispatch(at::kCPU, step));
 }
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) { m.impl("state_step", step); }
 
 }  // namespace halflife

@@ -437,16 +437,13 @@ TORCH_LIBRARY_FRAGMENT(halflife, m) {
   m.def(
       "state_op(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? g_slow, "
       "Tensor? gain, Tensor initial, Tensor? cu_seqlens, float scale, int chunk_size, bool save) "
-      "-> (Tensor, Tensor, Tensor)");
+      "-> (Tensor, Tensor, Tensor)",
+      torch::dispatch(at::kCPU, forward));
   m.def(
       "state_op_backward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, "
       "Tensor? g_slow, Tensor? gain, Tensor borders, Tensor? cu_seqlens, float scale, int chunk_size, Tensor dout, "
-      "Tensor dfinal) -> Tensor[]");
-}
-
-TORCH_LIBRARY_IMPL(halflife, CPU, m) {
-  m.impl("state_op", forward);
-  m.impl("state_op_backward", backward);
+      "Tensor dfinal) -> Tensor[]",
+      torch::dispatch(at::kCPU, backward));
 }
 
 }  // namespace halflife
