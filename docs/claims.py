@@ -57,7 +57,7 @@ from join import RESULTS, read_table  # beside this file
 from papers import ROWS  # beside this file
 
 from halflife.lab.experiments.decay_rows import as_run
-from halflife.report.intervals import MIN_SEEDS, bootstrap, has_learned, in_percent, with_interval
+from halflife.report.intervals import MIN_SEEDS, bootstrap, has_learned, with_interval
 
 DOCS = Path(__file__).parent
 PAGE, COSTS = DOCS / "claims.md", RESULTS / "claims_costs.json"
@@ -393,7 +393,7 @@ class Files:
             "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
             **{name: getattr(self, name) for name in read},
             "plain": lambda x: with_interval(x, 2), "signed": _signed, "by_layer": _by_layer,
-            "percent": in_percent,
+            "percent": lambda fractions: with_interval([100 * value for value in fractions], 1),
             "list_of": lambda node: [node[name] for name in node],
             "low": lambda x: min(bootstrap(row).low for row in np.atleast_2d(x)),
             "high": lambda x: max(bootstrap(row).high for row in np.atleast_2d(x)),

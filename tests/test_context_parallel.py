@@ -257,13 +257,16 @@ def test_plans_fit():
     card = Card(memory=needs.memory(2, 2, 1 << 20), product=1e12, wire=1e11)
     plans = [needs.plan(count, card) for count in (1, 2, 4, 8, 16, 12)]
     assert [plan.context for plan in plans] == [1, 2, 2, 2, 4, 3]
-    assert [plan.memory <= card.memory for plan in plans] == [False, *[True] * 5]
+    memory = [plan.weights + plan.activations + plan.states for plan in plans]
+    assert [bytes <= card.memory for bytes in memory] == [False, *[True] * 5]
     for plan in plans:
         lengths = plan.longest, plan.longest + 1
         assert [needs.memory(plan.gpus, plan.gpus, n) <= card.memory for n in lengths] == [True, False]
         work = needs.costs.training_operations(1 << 20) * 4 * (1 << 20)
         wait = (2 + plan.context - 1) / 2
-        assert plan.step_seconds == pytest.approx(work * wait / (plan.gpus * 1e12) + plan.sent / 1e11)
+        assert plan.step_seconds == pytest.approx(
+            work * wait / (plan.gpus * 1e12) + (plan.sent_weights + plan.sent_states) / 1e11
+        )
     again = Needs.of(config, 1 << 20, recompute=True)
     assert again.memory(1, 1, 1 << 20) < needs.memory(1, 1, 1 << 20)
     assert again.step_seconds(1, 1, card) == pytest.approx(4 / 3 * needs.step_seconds(1, 1, card))

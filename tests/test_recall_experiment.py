@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,7 +259,7 @@ def test_transfer_stands_beside_the_paper():
         row(model, 0, test, length, pairs, accuracy=0.9 if model == "mamba2+ska:K1" else 0.1)
         for model in ("mamba2", "mamba2+ska:K1") for test in TABLE_3 for length in (64, 4096) for pairs in (1, 4)
     ]  # fmt: skip
-    three, two = echo.transfer(rows).split("### Table 2")
+    three, two = echo.EchoTransfer().summary(Path(), rows).split("### Table 2")
     found = {cells(line)[0]: cells(line)[1:] for line in three.splitlines() if line.startswith("| ")}
     assert found["task"] == ["paper: SSM", "paper: SSM+Attn", "paper: SSM+SKA", "mamba2", "mamba2+ska:K1"]
     assert found["multihop"] == ["39.3", "71.1", "76.7", "10.0", "90.0"]

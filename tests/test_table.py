@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from halflife.report.intervals import bootstrap, has_learned, in_percent
+from halflife.report.intervals import bootstrap, has_learned, with_interval
 from halflife.report.table import GAP, Cell, Table, grouped, pairs, show, styled
 
 TABLE = Table(
@@ -90,8 +90,8 @@ def test_scipy_finds_the_same(values):
 
 
 def test_texts():
-    assert in_percent([0.811, 0.728, 0.801]) == "78.0 [72.8, 81.1]"
-    assert in_percent([0.5, 0.6]) == "55.0"
+    assert with_interval([81.1, 72.8, 80.1], 1) == "78.0 [72.8, 81.1]"
+    assert with_interval([50, 60], 1) == "55.0"
 
 
 def test_a_baseline_has_learned_above_nine_tenths():

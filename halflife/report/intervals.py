@@ -66,11 +66,6 @@ def with_interval(values: Values, digits: int, sign: str = "") -> str:
     return mean if math.isnan(interval.low) else f"{mean} [{low}, {high}]"
 
 
-def in_percent(values: Values) -> str:
-    """Write fractions as a mean in percent, with its interval."""
-    return with_interval([100 * value for value in values], 1)
-
-
 def has_learned(accuracies: Values) -> bool:
     """Whether the mean accuracy in distribution reaches `LEARNED`. A diverged run has not learned."""
     return bool(np.mean(accuracies) >= LEARNED - 1e-9)  # the mean of 0.95 and 0.85 is rounded

@@ -8,7 +8,7 @@
 | language run | `run.json`, `versions.json`, `metrics.jsonl`            | a model, `result.json`, `samples.txt`,      |
 |              |                                                         | `spectrum.json`, `report.html`, `figures/`  |
 | comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `timescales.csv`,            |
-|              | (`cell_folder`)                                         | `validation.csv`, `report.html`, `figures/` |
+|              | (`sweep.Cell.folder`)                                   | `validation.csv`, `report.html`, `figures/` |
 | grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, `lengths.csv`,       |
 |              |                                                         | `summary.md`, `results.json`; for 8 rows of |
 |              |                                                         | the Decay paper, `decay_regression.json`    |
@@ -92,13 +92,6 @@ def folder_kind(path: Path) -> FolderKind:
         if "format" in config:
             return FolderKind.MODEL
     raise ValueError(f"{path / files.CONFIG_JSON} names no models: {_EXPECTED}")
-
-
-def cell_folder(model: str, learning_rate: float, seed: int) -> str:
-    """The folder of one run of a sweep, relative to the folder of the sweep. Different rates have different folders."""
-    short = f"{learning_rate:g}"
-    rate = short if float(short) == learning_rate else repr(learning_rate)
-    return f"{model.replace('/', '-')}/lr{rate}-seed{seed}"  # the Decay paper's grid has names such as vector/mamba2
 
 
 def read_any(run_dir: str | Path) -> Comparison | LanguageRun:

@@ -14,7 +14,7 @@ from typing import Any
 
 from halflife import extensions, files
 from halflife.data.trust import sign
-from halflife.runs.folder import FIGURES, RESULTS_CSV, cell_folder, read_result
+from halflife.runs.folder import FIGURES, RESULTS_CSV, read_result
 from halflife.runs.one import CellConfig, run_one
 from halflife.runs.records import scores_of, write_scores
 from halflife.runs.versions import versions
@@ -32,8 +32,11 @@ class Cell:
 
     @property
     def folder(self) -> str:
-        """The folder of the run, relative to the folder of the sweep."""
-        return cell_folder(self.model, self.learning_rate, self.seed)
+        """The folder of the run, relative to the folder of the sweep. Different rates have different folders."""
+        short = f"{self.learning_rate:g}"
+        rate = short if float(short) == self.learning_rate else repr(self.learning_rate)
+        # The Decay paper's grid has names such as vector/mamba2.
+        return f"{self.model.replace('/', '-')}/lr{rate}-seed{self.seed}"
 
     @property
     def title(self) -> str:

@@ -42,14 +42,6 @@ class Plan:
     hours: float  # the least time of the training
     longest: int  # tokens of the longest row that fits into memory, 0 if the weights alone do not fit
 
-    @property
-    def memory(self) -> float:
-        return self.weights + self.activations + self.states
-
-    @property
-    def sent(self) -> float:
-        return self.sent_weights + self.sent_states
-
 
 @dataclass(frozen=True)
 class Needs:

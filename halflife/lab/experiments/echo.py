@@ -114,19 +114,6 @@ TABLE_2 = {
 }  # fmt: skip
 
 
-def transfer(rows: Rows) -> str:
-    """Tables 3 and 2 with the paper's numbers and ours: the mean over seeds and, in brackets, every seed."""
-    niah = [r for r in rows if r["test"] == "niah" and r["num_pairs"] == 1]
-    by_task = [(name, paper, [r for r in rows if r["test"] == name]) for name, paper in TABLE_3.items()]
-    by_length = [(f"{n:,}", paper, [r for r in niah if r["length"] == n]) for n, paper in TABLE_2.items()]
-    return "\n\n".join([
-        "### Table 3: mean accuracy over all lengths and numbers of pairs, percent",
-        _beside("task", by_task, models(rows)),
-        "### Table 2: needle in a haystack, one pair, percent",
-        _beside("length", by_length, models(rows)),
-    ])  # fmt: skip
-
-
 def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], names: list[str]) -> str:
     heading = [first, *(f"paper: {column}" for column in PAPER_MODELS), *names]
     body = [
@@ -163,7 +150,16 @@ class EchoTransfer(RecallExperiment):
         return with_shared_features(recall_model(base, settings, **options))
 
     def summary(self, folder: Path, rows: Rows) -> str:
-        return transfer(rows)
+        """Tables 3 and 2 with the paper's numbers and ours: the mean over seeds and, in brackets, every seed."""
+        niah = [r for r in rows if r["test"] == "niah" and r["num_pairs"] == 1]
+        by_task = [(name, paper, [r for r in rows if r["test"] == name]) for name, paper in TABLE_3.items()]
+        by_length = [(f"{n:,}", paper, [r for r in niah if r["length"] == n]) for n, paper in TABLE_2.items()]
+        return "\n\n".join([
+            "### Table 3: mean accuracy over all lengths and numbers of pairs, percent",
+            _beside("task", by_task, models(rows)),
+            "### Table 2: needle in a haystack, one pair, percent",
+            _beside("length", by_length, models(rows)),
+        ])  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

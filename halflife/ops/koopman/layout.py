@@ -118,17 +118,14 @@ class KoopmanLayout:
     def largest_norm(self, keys: Tensor, initial: Sums) -> Tensor:
         """The largest squared norm in the whole sequence of each chunk, the future included: `[n rows, H]`."""
         norms, first = keys.square().sum(-1).amax(-1), initial.norm.unflatten(0, (len(self.segments), self.rows))
-        whole = [
-            torch.maximum(norms[start:stop].amax(0), first[i]).expand(stop - start, -1, -1)
-            for i, (start, stop, _) in enumerate(self.segments)
-        ]
-        return torch.cat(whole).flatten(0, 1) if whole else norms.flatten(0, 1)
+        whole = [norms[start:stop].amax(0) for start, stop, _ in self.segments]
+        return self.same_norm(torch.maximum(torch.stack(whole), first).flatten(0, 1) if whole else initial.norm)
 
-    def same_norm(self, initial: Sums) -> Tensor:
-        """The norm before the first token of each sequence, for each of its chunks: `[n rows, H]`."""
-        first = initial.norm.unflatten(0, (len(self.segments), self.rows))
-        spread = [first[i].expand(stop - start, -1, -1) for i, (start, stop, _) in enumerate(self.segments)]
-        return torch.cat(spread).flatten(0, 1) if spread else initial.norm
+    def same_norm(self, norm: Tensor) -> Tensor:
+        """A norm of each sequence `[N, H]`, for each of its chunks: `[n rows, H]`."""
+        of_sequence = norm.unflatten(0, (len(self.segments), self.rows))
+        spread = [of_sequence[i].expand(stop - start, -1, -1) for i, (start, stop, _) in enumerate(self.segments)]
+        return torch.cat(spread).flatten(0, 1) if spread else norm
 
 
 def _sequence_and_number(counts: Tensor) -> tuple[Tensor, Tensor]:

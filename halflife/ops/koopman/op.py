@@ -224,7 +224,7 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     if call.normalization == "sequence":
         norm = layout.largest_norm(chunks, memory.sums)
     elif call.normalization == "paper":
-        norm = layout.same_norm(memory.sums)
+        norm = layout.same_norm(memory.sums.norm)
     elif call.normalization == "trace":
         norm = entering.normalized("trace", entering.norm).norm
     leaving = leaving.normalized(call.normalization, memory.sums.norm)
