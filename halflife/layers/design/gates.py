@@ -72,9 +72,6 @@ class HeadwiseGate(OutputGate):
     def logits(self, x: Tensor) -> Tensor:
         return self.proj(x)
 
-    def forward(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.norm(o, self.proj(x))
-
 
 class SigmoidGate(HeadwiseGate):
     """`RMSNorm(o) ⊙ σ(x W)` with the norm over each head, Comba's output gate."""
