@@ -6,13 +6,24 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from tiny_runs import tiny
 
 from halflife.lab.experiments import compare
-from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, _row, regress, regressions
+from halflife.lab.experiments.evidence.decay_regression import (
+    FEWEST_ROWS,
+    _row,
+    measure,
+    regress,
+    regressions,
+    report,
+)
+from halflife.models import LanguageModel, checkpoint
 from halflife.report.figures.decays import loss_by_decay
 from halflife.report.figures.matplotlib_renderer import arrange, draw, save_as
 from halflife.report.style import PLACES
 from halflife.runs.folder import DECAY_REGRESSION_JSON
+from halflife.runs.sweep import Cell
 
 ROW = {
     "coefficients": [2.6, -1.6, 1.0], "low": [2, -2, 0], "high": [3, -1, 2], "rows": 12, "error": 0.1,
@@ -62,13 +73,50 @@ def test_errors_are_those_of_rows_that_are_left_out():
     assert all(low < high for low, high in zip(found["low"], found["high"], strict=True))
 
 
-def test_seeds_are_averaged():
-    runs = [
+def runs_of(rows):
+    return [
         {"model": str(i), "seed": seed, "loss": 2.0 + i + 0.1 * seed, "init": {"median": 0.5, "spread": 0.1},
          "trained": {"median": i + 0.3 * seed, "spread": 0.1 * i * i}}
-        for i in range(9) for seed in (-1, 1)
+        for i in range(rows) for seed in (-1, 1)
     ]  # fmt: skip
-    found = regressions(runs)
+
+
+def test_decays_are_measured_once_before_and_after_training(tmp_path):
+    """Of selected runs with a loss that have decays; training has doubled the rates of the second run."""
+    names = ("retnet", "mamba2", "llama", "mamba2", "mamba2")
+    rows = [
+        {"model": name, "seed": seed, "learning_rate": 0.01, "loss": loss, "selected": seed < 3}
+        for seed, (name, loss) in enumerate(zip(names, (1.0, 2.0, 3.0, 4.0, math.nan), strict=True))
+    ]
+    for row in rows[:2]:
+        model = LanguageModel(tiny(row["model"]).model)
+        if row["model"] == "mamba2":
+            model.blocks[0].mixer.decay.A_log.data += math.log(2)
+        checkpoint.save(model, tmp_path / Cell(row["model"], 0.01, row["seed"]).folder)
+    ids = torch.randint(64, (2, 16))
+    fixed, moved = measure(tmp_path, rows, lambda cell: tiny(cell.model, seed=cell.seed), ids)
+    assert [(one["model"], one["loss"]) for one in (fixed, moved)] == [("retnet", 1.0), ("mamba2", 2.0)]
+    decays = [1 - 2**-5, 1 - 2**-6]  # of RetNet's two heads
+    assert fixed["init"]["median"] == pytest.approx(np.mean(decays), abs=0.01)
+    assert fixed["trained"] == fixed["init"]
+    assert moved["trained"]["median"] < moved["init"]["median"]
+    saved = [fixed | {"loss": 1.0, "seed": 0, "trained": "as saved"}, moved]
+    (tmp_path / DECAY_REGRESSION_JSON).write_text(json.dumps({"runs": saved}))
+    assert measure(tmp_path, rows, lambda cell: tiny(cell.model, seed=cell.seed), ids) == saved
+
+
+@pytest.mark.parametrize("count", [FEWEST_ROWS - 1, FEWEST_ROWS])
+def test_a_report_needs_some_rows(count, tmp_path):
+    runs = runs_of(count)
+    rows = [{"model": one["model"], "selected": True} for one in runs]
+    text = report(tmp_path, rows, lambda folder, rows: runs)
+    assert (f"| median of λ after training | {FEWEST_ROWS} |" in text) == (count == FEWEST_ROWS)
+    assert (tmp_path / DECAY_REGRESSION_JSON).exists() == bool(text)
+    assert report(tmp_path, rows, lambda folder, rows: runs[2:]) == ""
+
+
+def test_seeds_are_averaged():
+    found = regressions(runs_of(9))
     assert found["trained"]["median"]["rows"] == 9
     np.testing.assert_allclose(found["trained"]["median"]["coefficients"], [2, 1], atol=1e-9)
     assert found["init"]["median"]["explained"] <= 1e-9  # equal medians predict nothing

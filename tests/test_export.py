@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.export import int8
 from halflife.export.graphs import export, fixed_caches, flat, growing, initial_state, names, needs_loop
-from halflife.export.onnx import write_graph
+from halflife.export.onnx import INITIAL, write_graph, write_onnx
 from halflife.layers import LAYERS
 from halflife.models import checkpoint
 from halflife.models.tensor_file import read_tensors
@@ -25,6 +26,7 @@ from halflife.ops.koopman.call import NORMALIZATIONS, OPERATORS
 from halflife.ops.koopman.solve import eliminate
 
 NAMES = every_part()
+deprecated = pytest.mark.filterwarnings("ignore")  # torch's exporter uses functions of torch that are deprecated
 
 
 def build(name):
@@ -184,7 +186,7 @@ def test_the_state_before_the_first_token_is_what_no_state_is():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # torch's exporter uses functions of torch that are deprecated
+@deprecated
 @pytest.mark.parametrize("name", NAMES)
 def test_the_step_of_every_preset_is_an_onnx_graph(name, tmp_path):
     """`write_graph` compares the graph with the model."""
@@ -199,7 +201,7 @@ def test_the_step_of_every_preset_is_an_onnx_graph(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # torch's exporter uses functions of torch that are deprecated
+@deprecated
 @pytest.mark.parametrize("name", ["mamba2", "gated_deltanet", "mamba2+attention", "mamba2+ska"])
 def test_onnx_graphs_continue_a_text_as_the_model_does(name, tmp_path, capsys):
     runtime = pytest.importorskip("onnxruntime")
@@ -228,6 +230,76 @@ def test_onnx_graphs_continue_a_text_as_the_model_does(name, tmp_path, capsys):
     if length:  # the eleventh token has no slot in the cache
         with pytest.raises(Exception, match="invalid indice found, indice = 10"):
             step.run(None, dict(zip(about["inputs"], [ids[:, :1].numpy(), *state], strict=True)))
+
+
+SAVED = {}
+
+
+class Program:
+    """A graph of torch in the place of ONNX's program of it, and of onnxruntime's session."""
+
+    def __init__(self, graph, *, input_names, **_):
+        self.graph, self.inputs = graph.module(), input_names
+
+    def save(self, path):
+        SAVED[path] = self
+        Path(path).touch()
+
+    def get_inputs(self):
+        return [SimpleNamespace(name=name) for name in self.inputs]
+
+    def run(self, _, given):
+        assert [*given] == self.inputs
+        return [x.detach().numpy() for x in self.graph(*map(torch.from_numpy, given.values()))]
+
+
+@pytest.fixture
+def without_onnx(monkeypatch):
+    """Graphs of torch in the place of ONNX's."""
+    runtime = SimpleNamespace(InferenceSession=lambda path, providers: SAVED.pop(path))
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    monkeypatch.setattr(torch.onnx, "export", Program)
+
+
+def small(name):
+    return LanguageModel(preset(name, **{**SIZES, "num_layers": 1})).eval()
+
+
+@deprecated
+@pytest.mark.parametrize(("name", "length"), [("retnet", None), ("llama", 10)])
+def test_two_graphs_are_written_checked_and_described(name, length, tmp_path, without_onnx):
+    model = small(name)
+    graphs = write_onnx(model, tmp_path, tokens=4, max_length=length)
+    assert [(graph.path.name, graph.tokens, graph.form) for graph in graphs] == [
+        ("step.onnx", 1, "step"), ("prompt.onnx", 4, "chunked")
+    ]  # fmt: skip
+    assert all(graph.path.exists() and graph.difference < 1e-5 for graph in graphs)
+    about, (tensors, _) = json.loads((tmp_path / "graphs.json").read_text()), read_tensors(tmp_path / INITIAL, "cpu")
+    state = initial_state(model, 1, length)
+    assert about["inputs"] == ["ids", *names(state)]
+    assert about["outputs"] == ["logits", *(f"{name}.after" for name in names(state))]
+    assert about["max_length"] == length
+    assert about["model"] == model.config.to_dict()
+    for name, x in zip(names(state), flat(state), strict=True):
+        assert torch.equal(tensors[name], x)
+        assert about["state"][name] == [str(x.dtype).removeprefix("torch."), *x.shape]
+
+
+@deprecated
+def test_what_onnx_cannot_express_is_a_token_loop_or_an_error(tmp_path, monkeypatch, without_onnx):
+    model, refused = small("retnet"), []
+
+    def fails(graph, **options):
+        refused.append(graph)
+        if len(refused) in (1, 3, 4):
+            raise RuntimeError("the exporter failed") from ValueError("no such\noperation")
+        return Program(graph, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", fails)
+    given = model, tmp_path / "prompt.onnx", 2, initial_state(model), None
+    assert write_graph(*given).form == "token loop"
+    message = "ONNX cannot express how retnet reads 2 tokens at once: no such operation"
+    assert_raises(ValueError, message, write_graph, *given)
 
 
 def test_no_graph_is_left_that_failed_its_check(tmp_path, monkeypatch):

@@ -45,6 +45,7 @@ from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import model_costs
 from halflife.training.fit import Objective, StoppedBySignal, check_run_folder
 from halflife.training.schedules import schedule
+from halflife.training.sharding import SHARDS
 from halflife.training.speed import Speed, keep_freed_memory
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
@@ -369,6 +370,27 @@ def test_the_bar_has_no_loss_before_the_first_one_is_logged(tmp_path):
 def test_memory_can_be_saved_without_changing_the_numbers(corpus, whole, tmp_path, execution):
     run(tiny(corpus), corpus, tmp_path, execution=quiet(**execution))
     same_numbers(tmp_path, whole)
+
+
+def test_a_run_of_shards_is_stopped_and_goes_on_to_the_numbers_of_a_whole_one(corpus, whole, tmp_path, monkeypatch):
+    for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with monkeypatch.context() as patch:
+            tiny_runs.interrupt_after(patch, 6)
+            with pytest.raises(KeyboardInterrupt):
+                run(tiny(corpus), corpus, tmp_path, execution=quiet(fsdp=True, micro_batch_size=2))
+        assert [*(tmp_path / "checkpoints" / "checkpoint-4" / SHARDS).glob("*.safetensors")]
+        assert not (tmp_path / "checkpoints" / "checkpoint-4" / "model.safetensors").exists()
+        with pytest.raises(ValueError, match="written with --fsdp; resume it so"):
+            run(tiny(corpus), corpus, tmp_path, execution=quiet())
+        run(tiny(corpus), corpus, tmp_path, execution=quiet(fsdp=True, micro_batch_size=2))
+    finally:
+        torch.distributed.destroy_process_group()
+    same_numbers(tmp_path, whole)
+    weights = [checkpoint.load(folder).state_dict() for folder in (tmp_path, whole)]
+    torch.testing.assert_close(*weights, rtol=0, atol=9e-6)
 
 
 def same_numbers(folder, other, rtol=2e-5):

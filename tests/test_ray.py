@@ -2,20 +2,24 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import ray
 from filelock import FileLock
 from helpers import assert_raises, cases
+from ray.exceptions import RayTaskError, WorkerCrashedError
 from tiny_runs import SMALL, rows_of
 
 from halflife.cli import main
@@ -26,6 +30,7 @@ from halflife.runs import pool, worker
 from halflife.runs.sweep import Cell, Job, RunsFailed, run_job
 from halflife.runs.task_run import RunConfig
 from halflife.training import callbacks
+from halflife.training.fit import StoppedBySignal
 
 MODELS = ["mamba2", "llama"]
 
@@ -100,22 +105,6 @@ def told_to_end(job, threads):
 
 def stands_still(job, threads):
     return dies_once(job, threads, signal.SIGSTOP)
-
-
-def fails_or_is_killed(job, threads):
-    return fails_for_seed_0(job, threads) if job.config.seed == 0 else killed(job, threads)
-
-
-def test_of_two_runs_one_fails_and_one_is_killed_and_goes_on(cluster, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pool, "run_job_in_worker", fails_or_is_killed)
-    folder = new(tmp_path / "x", ["mamba2"])
-    with pytest.raises(RunsFailed, match="seed 0 failed: the moon is full"):
-        comparison.run_comparison(folder, show=True, runner=pool.make_runner("ray"))
-    assert "mamba2 lr 0.01 seed 0: failed: the moon is full" in capsys.readouterr().out
-    failed, done = (folder / Cell("mamba2", 1e-2, seed).folder for seed in (0, 1))
-    assert (failed / "attempts").read_text() == "x"
-    assert (done / "starts").read_text().split() == ["0", "2"]
-    assert (done / "result.json").exists()
 
 
 # A run saves every 2 steps, and when it gets SIGTERM.
@@ -193,13 +182,6 @@ def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_p
     assert 4 - len(list(folder.glob("*/*/result.json"))) == left  # no run continues by itself
     comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray"))
     assert rows_of(folder) == rows_of(whole)
-
-
-@pytest.mark.slow
-def test_a_run_is_too_large_for_this_machine(cluster, tmp_path):
-    folder = new(tmp_path / "x", ["mamba2"])
-    with pytest.raises(ValueError, match="2 processors and 0 GPUs; a run needs 3"):
-        comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray", cpus_per_run=3))
 
 
 def descendants(mark):
@@ -377,6 +359,179 @@ def job(folder, seed=0):
     return Job(config, folder, f"seed {seed}")
 
 
+class Tasks:
+    """In the place of Ray: tasks that end at once. `ends` has what the attempts return or raise, in turn."""
+
+    def __init__(self, monkeypatch, *ends):
+        self.ends, self.submitted, self.cancelled = [*ends], [], []
+        for name in ("remote", "wait", "get", "cancel"):
+            monkeypatch.setattr(ray, name, getattr(self, name))
+
+    def remote(self, function):
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=self.submit))
+
+    def submit(self, job, threads):
+        self.submitted.append(job.name)
+        return len(self.submitted)
+
+    def wait(self, refs, timeout):
+        return refs[:1], refs[1:]
+
+    def get(self, ref):
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def cancel(self, ref, force):
+        self.cancelled.append(ref)
+
+
+def failure(cause):
+    return RayTaskError("run_job_in_worker", "a traceback", cause)
+
+
+DONE = {"validation": 0.5}
+
+
+@cases(
+    "ends, failed",
+    ([DONE], {}),
+    ([WorkerCrashedError(), failure(StoppedBySignal("stopped after step 3")), DONE], {}),
+    ([failure(ValueError("the moon is full"))], {"seed 0": "the moon is full"}),
+    ([WorkerCrashedError()] * 6, {"seed 0": "its worker died, 6 times in all; its checkpoints are kept"}),
+)
+def test_a_task_ends_or_is_tried_again(ends, failed, tmp_path, monkeypatch, capsys):
+    tasks = Tasks(monkeypatch, *ends)
+    sweep = pool._Sweep([job(tmp_path)], 60, show=True)
+    sweep.run({"num_cpus": 1}, alive=lambda: True, check=lambda: None)
+    assert tasks.submitted == ["seed 0"] * len(ends)
+    assert sweep.failed == failed
+    last = f"failed: {failed['seed 0']}" if failed else "validation 50.0%"
+    assert f"seed 0: {last}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_another_cluster_does_the_rest_and_the_last_one_is_said(started, tmp_path, monkeypatch):
+    """Only attempts that had begun count against a run."""
+    tasks, clusters = Tasks(monkeypatch, *[WorkerCrashedError()] * 6), []
+
+    @contextlib.contextmanager
+    def dies(address):
+        clusters.append(address)
+        yield lambda: False
+
+    def submit(job, threads):
+        if started:
+            (job.folder / worker.WORKER).write_text("here 1 none 0")
+        tasks.submitted.append(job.name)
+
+    tasks.submit = submit
+    monkeypatch.setattr(pool, "_cluster", dies)
+    monkeypatch.setattr(pool, "_is_connected", lambda: False)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2})
+    failed = pool.make_runner("ray")([job(tmp_path)], False)
+    assert len(tasks.submitted) == len(clusters) == 6
+    assert not tasks.cancelled
+    ended = "its cluster ended, 6 times in all; its checkpoints are kept" if started else "the Ray cluster ended"
+    assert failed == {"seed 0": ended}
+    assert pool.make_runner("ray")([], False) == {}
+    assert_raises(
+        ValueError, "has 2 processors and 0 GPUs; a run needs 3 and 0", pool.Pool("ray", 3), [job(tmp_path)], False
+    )
+
+
+@pytest.fixture
+def ray_process():
+    """A process that has a name as Ray's workers have, which alone are signalled."""
+    with subprocess.Popen(["ray::run", "60"], executable="/bin/sleep") as process:
+        yield process
+        process.kill()
+
+
+def test_an_interrupt_lets_workers_save_and_cancels_their_tasks(ray_process, tmp_path, monkeypatch):
+    tasks = Tasks(monkeypatch)
+
+    def interrupt():
+        for folder, process in ((tmp_path / "0", ray_process.pid), (tmp_path / "1", os.getpid())):
+            (folder / worker.WORKER).write_text(f"{socket.gethostname()} {process} none 0")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
+    monkeypatch.setattr(worker, "GRACE_S", 0.1)
+    jobs = [job(tmp_path / str(seed), seed) for seed in range(2)]
+    for one in jobs:
+        one.folder.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        pool._Sweep(jobs, 60, False).run({"num_cpus": 1}, lambda: True, interrupt)
+    assert ray_process.wait(5) == -signal.SIGTERM
+    assert tasks.cancelled == [1, 2]
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+def test_a_worker_without_a_sign_of_life_is_killed_where_it_is(host, ray_process, tmp_path, monkeypatch):
+    tasks, far = Tasks(monkeypatch, WorkerCrashedError(), DONE), []
+
+    def submit(one, *signal_or_threads):
+        if isinstance(one, worker.SignOfLife):
+            far.append((one, *signal_or_threads))
+            return ray_process.kill()
+        if not tasks.submitted:
+            (one.folder / worker.WORKER).write_text(f"{host} {ray_process.pid} {'0' * 56} 0")
+        tasks.submitted.append(one.name)
+        return len(tasks.submitted)
+
+    def wait(refs, timeout):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ray_process.wait(0.1)
+        return ([], refs) if ray_process.returncode is None else (refs, [])
+
+    tasks.submit = submit
+    monkeypatch.setattr(ray, "wait", wait)
+    sweep = pool._Sweep([job(tmp_path)], 0, show=False)
+    sweep.run({"num_cpus": 1}, lambda: True, lambda: None)
+    assert ray_process.wait(5) == -signal.SIGKILL
+    assert tasks.submitted == ["seed 0"] * 2
+    assert not sweep.failed
+    assert bool(far) == (host == "elsewhere")
+
+
+LOGS = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+def test_a_cluster_of_our_own_has_a_token_and_is_watched(monkeypatch):
+    started, running = [], {"gcs_server", "raylet"}
+    monkeypatch.setattr(pool, "_is_connected", lambda: False)
+    monkeypatch.setattr(pool, "servers", lambda mark: set(running))
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+    monkeypatch.setattr(ray, "shutdown", lambda: started.append("ended"))
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RAY_AUTH_MODE", None)
+        with pool._cluster("ray") as alive:
+            assert (os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"])) == ("token", 64)
+            assert alive()
+            running.remove("raylet")
+            assert not alive()
+        with pool._cluster("ray://there:1") as alive:
+            assert alive()
+    assert [one if one == "ended" else one["address"] for one in started] == [
+        "local",
+        "ended",
+        "ray://there:1",
+        "ended",
+    ]
+
+
+@cases("address, hint", ("local", "no room$"), ("ray://there:1", r"no room \(a cluster with a token needs RAY_AUTH"))
+def test_ray_that_does_not_start_is_an_error_in_one_line(address, hint, monkeypatch):
+    def fails(**options):
+        raise Exception("no room\nand a long report")
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(ValueError, match=f"no Ray at {address}: {hint}"), pool._connected(address=address):
+        pass
+
+
 def test_a_folder_has_one_process_at_a_time(tmp_path):
     (tmp_path / "x").mkdir()
     with (
@@ -384,7 +539,8 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
         pytest.raises(ValueError, match=f"another process is at work in {tmp_path}"),
     ):
         run_job(job(tmp_path / "x"))
-    assert run_job(job(tmp_path / "x"))["parameters"] > 0
+    assert pool.run_job_in_worker(job(tmp_path / "x"), 1)["parameters"] > 0
+    assert not (tmp_path / "x" / worker.WORKER).exists()
 
 
 def test_workers_must_see_the_folder_and_ray_must_be_installed(tmp_path, monkeypatch):

@@ -8,16 +8,21 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tiny_runs import tiny
+from transformers import TrainerCallback, TrainerState
 
 from halflife import preset
 from halflife.extras import EXTRAS, install
 from halflife.files import flatten
 from halflife.models import LanguageModel
 from halflife.report.tracking import observe_decays
+from halflife.training import trackers
 from halflife.training.config import TRACKERS, ExecutionConfig
 from halflife.training.trackers import run_name, tracker_environment
 
@@ -74,6 +79,53 @@ def test_the_environment_has_defaults_that_the_user_overrides_and_that_go_away(t
     assert dict(os.environ) == before
     assert run_name(cell, execution) == "sweep/mamba2/lr0.01-seed0"
     assert run_name(sweep, ExecutionConfig()) == "sweep"
+
+
+class Callback(TrainerCallback):
+    """In the place of the Trainer's callback for a tracker: keeps what it gets."""
+
+    def __init__(self):
+        self.lines, self.ends = [], 0
+
+    def on_log(self, args, state, control, logs):
+        self.lines.append(logs)
+
+    def on_train_end(self, args, state, control):
+        self.ends += 1
+
+
+def test_libraries_get_settings_series_and_figures_and_a_resumed_run_has_its_names(tmp_path, monkeypatch):
+    """Stand-ins are in the place of the libraries. The slow tests read what the real ones have stored."""
+    libraries = {name: mock.MagicMock() for name in ("wandb", "trackio", "mlflow")}
+    wandb, trackio, mlflow = libraries.values()
+    wandb.run = mlflow.get_experiment_by_name.return_value = None
+    for name, library in libraries.items():
+        monkeypatch.setitem(sys.modules, name, library)
+    kinds = {name: type(name, (Callback,), {}) for name in libraries}
+    monkeypatch.setattr(trackers, "CALLBACKS", kinds)
+    monkeypatch.setattr("halflife.training.config.require", lambda *_: None)
+    callbacks, figure = [kind() for kind in kinds.values()], Figure()
+    execution = ExecutionConfig(track=(*libraries,), observe=lambda model: ({"scale": 3.0}, {"spectrum": figure}))
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=callbacks))
+    tracking = trackers.Tracking(trainer, tiny(), tmp_path, execution)
+    with tracking.open(0):
+        wandb.run, mlflow.active_run.return_value.info.run_id = SimpleNamespace(id="a"), "b"
+        tracking.on_train_begin(None, TrainerState(), None, model=SimpleNamespace(model=LanguageModel(tiny().model)))
+        tracking.report({"step": 4, "loss": 1.0, "validation_loss": 2.0, "gates": {"layer0": 0.5}})
+    mlflow.create_experiment.assert_called_once_with("halflife", artifact_location=(tmp_path / "mlartifacts").as_uri())
+    settings = flatten(tiny().to_dict(), "/")
+    mlflow.log_params.assert_called_once_with(settings)
+    mlflow.log_figure.assert_called_once_with(figure, "spectrum/step0000000.png")
+    for library in (wandb, trackio):
+        library.config.update.assert_called_once_with(settings, allow_val_change=True)
+        library.log.assert_called_once_with({"spectrum": library.Image.return_value, "train/global_step": 0})
+        assert library.Image.call_args.args[0].shape == (480, 640, 3)
+    for callback in callbacks:
+        assert callback.lines == [{"scale": 3.0}, {"step": 4.0, "eval_loss": 2.0, "gates/layer0": 0.5}]
+    assert [callback.ends for callback in callbacks] == [0, 1, 1]
+    wandb.finish.assert_called_once_with()
+    with tracker_environment(tmp_path, execution):
+        assert (os.environ["WANDB_RUN_ID"], os.environ["MLFLOW_RUN_ID"]) == ("a", "b")
 
 
 def test_decays_are_observed_by_layer_and_a_model_without_decay_has_none():

@@ -27,65 +27,61 @@ from halflife.training import speed, trial
 from halflife.training.fit import Objective
 
 
-def test_a_run_writes_what_it_did(tmp_path):
-    result = run(tiny(), tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {
+def test_a_run_writes_what_it_did(whole):
+    result = run(tiny(), whole)  # the one of the folder
+    assert {p.name for p in whole.iterdir()} == {
         "config.json", "model.safetensors", "run.json", "metrics.jsonl", "spectrum.json", "result.json",
     }  # fmt: skip
-    assert json.loads((tmp_path / "run.json").read_text())["steps"] == 12
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads((whole / "run.json").read_text())["steps"] == 12
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "validation_accuracy" in line] == [4, 8, 12]
     assert [line["step"] for line in lines if "loss" in line] == [4, 8, 12]
     assert all({"loss", "learning_rate", "grad_norm"} < set(line) for line in lines if "loss" in line)
     assert [test["length"] for test in result["tests"]] == [16, 32]
     assert all(0 <= test["accuracy"] <= 1 for test in result["tests"])
-    assert result["parameters"] == checkpoint.load(tmp_path).num_parameters()
-    spectrum = json.loads((tmp_path / "spectrum.json").read_text())
+    assert result["parameters"] == checkpoint.load(whole).num_parameters()
+    spectrum = json.loads((whole / "spectrum.json").read_text())
     assert spectrum["channels"] == "heads"
     assert spectrum["layers"][0]["init"]["timescales"]["1"] == pytest.approx([16, 1])
     # The saved model is the tested one.
-    again = accuracy(checkpoint.load(tmp_path), tasks.build(**TASK), split="test", seed=0, num_examples=32)
+    again = accuracy(checkpoint.load(whole), tasks.build(**TASK), split="test", seed=0, num_examples=32)
     assert again == result["tests"][0]["accuracy"]
-    assert run(tiny(), tmp_path) == result
 
 
-def test_a_validation_whose_line_was_lost_is_done_again(tmp_path, monkeypatch):
+def test_a_validation_whose_line_was_lost_is_done_again(whole, tmp_path, monkeypatch):
     """As by a power cut after the last checkpoint, which is flushed to the disk, as lines are not."""
-    expected = run(tiny(), tmp_path / "whole")["validation"]
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run(tiny(), tmp_path / "cut")
-    (tmp_path / "cut" / "metrics.jsonl").write_text("")
-    assert run(tiny(), tmp_path / "cut")["validation"] == expected
+            run(tiny(), tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert run(tiny(), tmp_path)["validation"] == run(tiny(), whole)["validation"]
 
 
-def test_same_seed_same_numbers_other_seed_others(tmp_path):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        torch.manual_seed(len(name) + seed)  # earlier draws must not matter
-        run(tiny(seed=seed), tmp_path / name)
-    assert comparable(tmp_path / "a") == comparable(tmp_path / "b")
-    assert comparable(tmp_path / "a")[1] != comparable(tmp_path / "c")[1]
+def test_same_seed_same_numbers_other_seed_others(whole, tmp_path):
+    for seed in (0, 1):
+        torch.manual_seed(7 + seed)  # earlier draws must not matter
+        run(tiny(seed=seed), tmp_path / str(seed))
+    assert comparable(tmp_path / "0") == comparable(whole)
+    assert comparable(tmp_path / "1")[1] != comparable(whole)[1]
 
 
 @pytest.mark.parametrize("step", [6, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 8, 11))])
-def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step):
-    run(tiny(), tmp_path / "whole")
+def test_interrupted_run_goes_on_to_the_same_numbers(whole, tmp_path, monkeypatch, step):
     interrupt_after(monkeypatch, step)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny(), tmp_path / "cut")
-    assert not (tmp_path / "cut" / "result.json").exists()
+        run(tiny(), tmp_path)
+    assert not (tmp_path / "result.json").exists()
     monkeypatch.undo()
-    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+    with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1')  # a half line, as a killed process may leave it
-    run(tiny(), tmp_path / "cut")
-    assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
-    assert not (tmp_path / "cut" / "checkpoints").exists()
-
-
-def test_a_folder_of_another_run_is_refused(tmp_path):
     run(tiny(), tmp_path)
-    assert_raises(ValueError, "another configuration", run, tiny(learning_rate=1e-3), tmp_path)
+    assert comparable(tmp_path) == comparable(whole)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_folder_of_another_run_is_refused(whole):
+    assert_raises(ValueError, "another configuration", run, tiny(learning_rate=1e-3), whole)
 
 
 def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
