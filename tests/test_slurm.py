@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_slurm
 import pytest
+import submitit
 from helpers import assert_raises, cases
 from tiny_runs import tiny
 
 from halflife.extras import install
 from halflife.runs import slurm
-from halflife.runs.sweep import Job
+from halflife.runs.sweep import Job, prepared
 from halflife.training.fit import StoppedBySignal
 
 SIZES = ["--steps", "6", "--batch-size", "4", "--hidden-size", "16", "--num-layers", "1", "--num-heads", "2"]
@@ -52,7 +54,6 @@ def test_submitit_is_asked_for_before_a_folder_is_made(refused, monkeypatch, tmp
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    pytest.importorskip("submitit")
     fake_slurm.install(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
@@ -151,19 +152,89 @@ def test_a_run_that_fails_is_named_and_the_others_end(commands, whole, tmp_path)
 
 
 class Handle:
-    """What `executor.submit` returns in the test below: a job that has ended already."""
+    """What `executor.submit` returns in the tests below: a job that has ended already."""
 
-    job_id = "7"
-
-    def __init__(self, result):
-        self.result, self.paths = lambda: result, None
+    def __init__(self, end, number="7"):
+        self.end, self.job_id, self.paths = end, number, SimpleNamespace(stderr="7.err")
 
     def done(self, force_check=False):
         return True
 
+    def result(self):
+        if isinstance(self.end, Exception):
+            raise self.end
+        return self.end
+
+
+class Slurm:
+    """In the place of submitit's executor. `ends` has what the submitted jobs return or raise, in turn."""
+
+    def __init__(self, monkeypatch, *ends, states=()):
+        self.ends, self.states, self.submitted, self.parameters = [*ends], dict(states), [], {}
+        self.SlurmExecutor = lambda folder: self
+        self.SlurmExecutor._valid_parameters = submitit.SlurmExecutor._valid_parameters
+        self.update_parameters = lambda **given: self.parameters.update(given)
+        monkeypatch.setattr(slurm, "_submitit", lambda: self)
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(shutil, "which", lambda name: name)
+        self.folder = None
+
+    def submit(self, function, job, threads):
+        self.submitted.append((job.name, threads))
+        return Handle(self.ends.pop(0), str(len(self.submitted)))
+
+    def SlurmJob(self, folder, job_id, tasks):
+        handle = Handle(("done", {"validation": 0.5}), job_id)
+        handle.watcher = SimpleNamespace(get_state=lambda number, mode: self.states[number])
+        return handle
+
+
+DONE = ("done", {"validation": 0.5})
+
+
+def jobs_in(folder, *names):
+    return [Job(tiny(), folder / name, name) for name in names]
+
+
+def test_jobs_are_submitted_found_again_and_continued(tmp_path, monkeypatch, capsys):
+    """One run has a job in Slurm already, the job of another is gone, one fails, and one was ended without a result."""
+    ended = submitit.core.utils.FailedJobError("the node failed\nand more")
+    queue = Slurm(monkeypatch, DONE, ("failed", "no luck"), ended, DONE, states={"41": "RUNNING by 1", "42": "FAILED"})
+    jobs = jobs_in(tmp_path, "found", "gone", "fails", "ended")
+    for job, number in zip(jobs, ("41", "42"), strict=False):
+        job.folder.mkdir()
+        (job.folder / ".slurm").write_text(number)
+    runner = slurm.SlurmRunner(("time=30", "partition=tiny"), cpus=2, gpus=1)
+    assert runner(jobs, True) == {"fails": "no luck"}
+    assert queue.submitted == [("gone", 2), ("fails", 2), ("ended", 2), ("ended", 2)]
+    assert queue.parameters == {
+        "job_name": "halflife", "cpus_per_task": 2, "gpus_per_node": 1, "time": 30, "partition": "tiny",
+    }  # fmt: skip
+    assert not list(tmp_path.glob("*/.slurm"))
+    assert "fails: failed: no luck" in capsys.readouterr().out
+    assert runner([], True) == {}
+
+
+def test_an_interrupt_leaves_the_jobs_in_slurm_and_says_how_to_end_them(tmp_path, monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Handle, "done", lambda self, force_check: False)
+    queue = slurm._Queue(Slurm(monkeypatch, DONE, DONE), 1)
+    with pytest.raises(KeyboardInterrupt):
+        queue.run(prepared(jobs_in(tmp_path, "x", "y")), False, interrupt)
+    assert "to end them: scancel 1 2\n" in capsys.readouterr().err
+    assert [path.read_text() for path in sorted(tmp_path.glob("*/.slurm"))] == ["1", "2"]
+
+
+def test_an_error_in_a_job_is_its_result(tmp_path):
+    job = Job(tiny(), tmp_path / "nowhere", "x")
+    kind, why = slurm.run_in_slurm(job, 1)
+    assert kind == "failed"
+    assert "all machines must share the file system" in why
+
 
 def test_a_job_that_was_warned_is_submitted_again_until_it_makes_no_progress(tmp_path, monkeypatch):
-    pytest.importorskip("submitit")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     job = Job(tiny(), tmp_path, "x")
 
@@ -187,12 +258,7 @@ def test_a_job_that_was_warned_is_submitted_again_until_it_makes_no_progress(tmp
     assert slurm._Queue(Executor(), 2).run([job], show=False, check=lambda: None) == {}
     assert submitted == [(job, 2)] * 13
 
-    class Stuck(Executor):
-        def submit(self, function, *arguments):
-            submitted.append(arguments)
-            return Handle(stopped)
-
-    submitted.clear()
-    assert slurm._Queue(Stuck(), 2).run([job], show=False, check=lambda: None) == {"x": "stopped after step 3 of 12"}
-    assert len(submitted) == 1 + slurm.RETRIES
+    queue = Slurm(monkeypatch, *[stopped] * (1 + slurm.RETRIES))
+    assert slurm._Queue(queue, 2).run([job], show=False, check=lambda: None) == {"x": "stopped after step 3 of 12"}
+    assert not queue.ends
     assert not (tmp_path / ".slurm").exists()
