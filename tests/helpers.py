@@ -356,6 +356,29 @@ def assert_raises(error, match, function, *arguments, **options):
         function(*arguments, **options)
 
 
+def check_custom_ops(function, *checks):
+    """torch's checks of schema, gradients and fake tensors, and `checks`, on all calls of our ops in `function`."""
+    calls, real = [], torch.ops.halflife
+
+    class Recorder:
+        def __getattr__(self, name):
+            def call(*given):
+                calls.append((getattr(real, name).default, given))
+                return getattr(real, name)(*given)
+
+            return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops, "halflife", Recorder())
+        function()
+    assert calls
+    for op, given in calls:
+        given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in given]
+        usual = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(op, given, test_utils=checks or usual)
+    return {op.name() for op, _ in calls}
+
+
 def ska_layer(hidden_size, **options):
     """An SKA layer in float64. Its output map, which starts at zero, is drawn too."""
     torch.manual_seed(0)

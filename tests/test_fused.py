@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, generator
+from helpers import assert_close, check_custom_ops, generator
 from pairwise import slow_beyond
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -233,27 +233,10 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("checks", [OPCHECKS[:3], pytest.param(OPCHECKS[3:], marks=pytest.mark.slow)], ids=str)
-def test_custom_ops_are_well_formed(name, checks, monkeypatch):
+def test_custom_ops_are_well_formed(name, checks):
     """torch's own checks of schema, fake implementation and autograd registration, on the calls of each case."""
     build.load()  # the first load declares ops, and must see the real namespace
-    calls = []
-    real = torch.ops.halflife
-
-    class Recorder:
-        def __getattr__(self, op):
-            def call(*args):
-                calls.append((getattr(real, op).default, args))
-                return getattr(real, op)(*args)
-
-            return call
-
-    monkeypatch.setattr(torch.ops, "halflife", Recorder())
-    CASES[name](*arguments((1, 5, 2, 8), torch.float32))
-    monkeypatch.undo()
-    assert calls
-    for op, args in calls:
-        given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
-        torch.library.opcheck(op, given, test_utils=checks)
+    check_custom_ops(lambda: CASES[name](*arguments((1, 5, 2, 8), torch.float32)), *checks)
 
 
 def test_an_unknown_gate_is_refused():

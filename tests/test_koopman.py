@@ -12,6 +12,7 @@ from helpers import (
     assert_same,
     assert_streams,
     cases,
+    check_custom_ops,
     generator,
     run_pieces,
     slices,
@@ -20,7 +21,8 @@ from helpers import (
 from pairwise import crossed, slow_beyond
 
 from halflife.ops import available_backends
-from halflife.ops.backends.native.koopman import why_not
+from halflife.ops.backends.native import build
+from halflife.ops.backends.native.koopman import _most_borders, why_not
 from halflife.ops.koopman import KoopmanCall, attend, koopman_attention, readout, solve
 from halflife.ops.koopman.solve import rank_one
 from halflife.ops.koopman.state import COMMITTED
@@ -641,6 +643,33 @@ def test_native_steps_are_those_of_python(refresh, dtype):
     y, expected = (torch.cat(outputs[backend], 1) for backend in ("native", "chunked"))
     assert_close(y, expected, 2**-8 if dtype == torch.bfloat16 else NATIVE)
     assert_close(states["native"], states["chunked"], NATIVE)
+
+
+@needs_native
+@pytest.mark.parametrize(("refresh", "step"), [("chunk", "wait"), ("token", "enter")])
+def test_native_ops_are_well_formed(refresh, step):
+    """Calls of a sequence with its gradients, and of single tokens without."""
+    build.load()  # it declares ops, and must see the real namespace
+    x, options = inputs(9, dtype=torch.float32, grad=True), {"chunk_size": 2, "refresh": refresh, "backend": "native"}
+    found = check_custom_ops(lambda: everything(x, **options))
+    assert found == {"halflife::koopman", "halflife::koopman_backward"}
+    with torch.no_grad():
+        found = check_custom_ops(lambda: run_pieces(op(**options), x, [0, 3, 4, 5]))
+    assert found == {"halflife::koopman", f"halflife::koopman_{step}"}
+
+
+@needs_native
+def test_the_most_sums_that_are_saved_follow_from_shapes(monkeypatch):
+    """While torch.compile traces, their number is unknown: it depends on the counts of pending tokens."""
+    build.load()
+    real, saved = torch.ops.halflife.koopman, []
+    monkeypatch.setattr(torch.ops.halflife, "koopman", lambda *given: saved.append(real(*given)) or saved[-1])
+    for length, bounds, chunk_size in ((300, None, 1), (300, None, 4), (300, [0, 7, 300], 4), (9, None, 64)):
+        x = inputs(length, batch=1, dtype=torch.float32, grad=True)
+        call = KoopmanCall(*x, chunk_size=chunk_size, cu_seqlens=None if bounds is None else torch.tensor(bounds))
+        attend(call, "native")
+        assert len(saved[-1][-3]) == _most_borders(call, prefix=False)
+    assert _most_borders(call, prefix=True) == 1
 
 
 @needs_native

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from pairwise import slow_beyond
 
 from halflife import ops
 from halflife.cli import main
-from halflife.ops.backends.native import build
+from halflife.ops.backends.native import build, products
 
 built = pytest.mark.skipif(build.why_not() is not None, reason=f"{build.why_not()}")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -218,6 +219,33 @@ def test_a_library_that_fails_its_check_is_not_taken(empty_cache, monkeypatch):
 def test_a_build_is_made_once(capsys):
     main(["build"])
     assert "native kernels are built: " in capsys.readouterr().out
+
+
+def test_sources_are_compiled_linked_checked_and_recorded(empty_cache, monkeypatch):
+    """By a compiler that writes its arguments; the kernels of this machine are another build."""
+    fake = empty_cache / "c++"
+    answer = 'test "$1" = --version && echo fake 1.0 && exit'
+    fake.write_text(f'#!/bin/sh\n{answer}\nfor last; do :; done; echo "$@" > "$last"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    checked, lines = [], []
+    monkeypatch.setattr(build, "_check", lambda library: checked.append(library.read_text()))
+    monkeypatch.setattr(products, "measure", lambda: {"rows": 1})
+    monkeypatch.setattr(build, "why_not", cache(build.why_not))
+    library = build.build(report=lines.append)
+    sources = len(list(build.SOURCES.glob("*.cpp")))
+    assert f"compiling native kernels: {sources} of {sources} files" in lines
+    assert checked == [library.read_text()]
+    assert checked[0].count(".o ") == sources
+    assert "-ltorch_cpu" in checked[0]
+    assert {path.name for path in library.parent.iterdir()} == {build.LIBRARY, build.PASSED}
+    record = json.loads((library.parent / build.PASSED).read_text())
+    assert (record["compiler"], record["onednn"]) == ("fake 1.0", {"rows": 1})
+    assert build.why_not() is None
+    (library.parent / build.PASSED).unlink()
+    build.why_not.cache_clear()
+    assert "failed their check (run: halflife build --force)" in build.why_not()
+    assert_raises(ImportError, "cannot load .*halflife build --force", build.use, library)
 
 
 @pytest.mark.slow
