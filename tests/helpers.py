@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halflife import LanguageModel, layers, ops, preset
 from halflife.ops.call import Call
@@ -356,27 +357,28 @@ def assert_raises(error, match, function, *arguments, **options):
         function(*arguments, **options)
 
 
-def check_custom_ops(function, *checks):
-    """torch's checks of schema, gradients and fake tensors, and `checks`, on all calls of our ops in `function`."""
-    calls, real = [], torch.ops.halflife
+class OurCalls(TorchDispatchMode):
+    """Records the calls of our custom ops."""
 
-    class Recorder:
-        def __getattr__(self, name):
-            def call(*given):
-                calls.append((getattr(real, name).default, given))
-                return getattr(real, name)(*given)
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
-            return call
+    def __torch_dispatch__(self, op, types, given=(), options=None):
+        if op.namespace == "halflife":
+            self.calls.append((op, given))
+        return op(*given, **(options or {}))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops, "halflife", Recorder())
+
+def check_custom_ops(function, checks=("test_schema", "test_autograd_registration", "test_faketensor")):
+    """torch's checks of all calls of our ops in `function`, on which torch.compile relies. Returns the ops' names."""
+    with OurCalls() as found:
         function()
-    assert calls
-    for op, given in calls:
-        given = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in given]
-        usual = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(op, given, test_utils=checks or usual)
-    return {op.name() for op, _ in calls}
+    for op, given in found.calls:
+        forward = not op.name().endswith("_backward")
+        given = [x.detach().requires_grad_(x.requires_grad and forward) if torch.is_tensor(x) else x for x in given]
+        torch.library.opcheck(op, given, test_utils=checks)
+    return {op.name().removeprefix("halflife::") for op, _ in found.calls}
 
 
 def ska_layer(hidden_size, **options):

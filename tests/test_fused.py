@@ -235,8 +235,7 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("checks", [OPCHECKS[:3], pytest.param(OPCHECKS[3:], marks=pytest.mark.slow)], ids=str)
 def test_custom_ops_are_well_formed(name, checks):
     """torch's own checks of schema, fake implementation and autograd registration, on the calls of each case."""
-    build.load()  # the first load declares ops, and must see the real namespace
-    check_custom_ops(lambda: CASES[name](*arguments((1, 5, 2, 8), torch.float32)), *checks)
+    assert check_custom_ops(lambda: CASES[name](*arguments((1, 5, 2, 8), torch.float32)), checks)
 
 
 def test_an_unknown_gate_is_refused():

@@ -8,7 +8,18 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LOG_DECAYS, assert_close, assert_same, call_of, cases, op_inputs, rounded, run_on, slices
+from helpers import (
+    LOG_DECAYS,
+    assert_close,
+    assert_same,
+    call_of,
+    cases,
+    check_custom_ops,
+    op_inputs,
+    rounded,
+    run_on,
+    slices,
+)
 
 from halflife.ops import delta_rule, dplr
 from halflife.ops.backends import triton as kernels
@@ -197,23 +208,13 @@ def test_zero_vectors_stay_finite():
 
 
 @pytest.mark.slow
-@cases("op, granularity, cu_seqlens", ("dplr", "none", None), ("dplr", "vector", [0, 2, 5]), ("kda", "vector", [0, 5]))
-def test_ops_are_registered_right(op, granularity, cu_seqlens):
-    """Schemas, gradients and fake tensors, by torch's own check; `torch.compile` and `torch.export` rely on them."""
-    kernels.load()
-    sizes = {"heads": 1, "key": 16, "value": 16, "sequences": len(cu_seqlens) - 1 if cu_seqlens else None}
-    arguments = rounded(op_inputs("delta_rule" if op == "kda" else op, granularity, 5, **sizes), torch.float32)
-    names = ("q", "k", "v", *(("beta",) if op == "kda" else ("a", "b")), "g")
-    tensors = [None if (x := arguments.get(name)) is None else x.to(DEVICE) for name in names]
-    tensors.append(arguments["initial_state"].to(DEVICE))
-    given = (*tensors, torch.tensor(cu_seqlens, device=DEVICE) if cu_seqlens else None, 0.3, 64)
-    kernel, gradient = (getattr(torch.ops.halflife, f"triton_{op}{end}").default for end in ("", "_backward"))
-    kept = kernel(*given)[2:]
-    backward = (torch.ones_like(tensors[2]), torch.ones_like(tensors[-1]), *kept, *given)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(gradient, backward, test_utils=checks)
-    given = tuple(x.requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in given)
-    torch.library.opcheck(kernel, given, test_utils=checks)
+@cases("op, granularity, bounds", ("dplr", "none", None), ("dplr", "vector", [0, 2, 5]), ("kda", "vector", [0, 5]))
+def test_ops_are_registered_right(op, granularity, bounds):
+    rule = "delta_rule" if op == "kda" else "dplr"
+    sizes = {"heads": 1, "key": 16, "value": 16, "sequences": len(bounds) - 1 if bounds else None}
+    arguments = rounded(op_inputs(rule, granularity, 5, **sizes), torch.float32)
+    found = check_custom_ops(lambda: run(arguments, bounds, op=delta_rule if op == "kda" else dplr))
+    assert found == {f"triton_{op}", f"triton_{op}_backward"}
 
 
 def test_what_the_kernels_do_not_take():
