@@ -79,20 +79,14 @@ def _seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def _short():
-    """Runs write short samples at their ends, and measure the rate of the machine with a small product."""
+    """Runs write short samples and figures of one format, and measure the rate of the machine with a small product."""
+    from halflife.report import redraw
     from halflife.runs import samples
     from halflife.training import speed
 
     samples.SAMPLE_TOKENS, speed.GEMM_SECONDS = 20, 1e-6
-
-
-@pytest.fixture(autouse=True)
-def _one_format():
-    """A run's figures are written in one format, unless the caller names formats."""
-    redraw = sys.modules.get("halflife.report.redraw")
-    if redraw and not hasattr(redraw, "save_in_formats"):
-        redraw.save_in_formats = redraw.save_figures
-        redraw.save_figures = lambda run, data, formats=("png",): redraw.save_in_formats(run, data, formats)
+    save = redraw.save_figures
+    redraw.save_figures = lambda run, data, formats=("png",): save(run, data, formats)
 
 
 @pytest.fixture(scope="session")

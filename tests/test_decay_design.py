@@ -17,6 +17,7 @@ from halflife.lab.experiments.decay_design import FINDINGS, finding_sentences, f
 from halflife.lab.experiments.language_models.base import loss_table
 from halflife.models import checkpoint
 from halflife.models.timescales import timescales
+from halflife.report.figures.decays import against_paper
 from halflife.runs.one import run_one
 from halflife.runs.sweep import Cell
 from halflife.training.config import ExecutionConfig
@@ -223,6 +224,31 @@ def losses(folder):
 def test_a_comparison_without_settings_is_damaged(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"experiment": "decay-design", "variants": [], "sizes": {}}))
     assert_raises(ValueError, r"config\.json is damaged: it has no settings", compare.run_comparison, tmp_path)
+
+
+def test_a_comparison_is_summed_up_drawn_and_measured(text, tmp_path):
+    """Beside the paper's losses."""
+    models, settings = ["vector/mamba2", "scalar/mamba2", "llama"], {**TINY, "steps": 2, "text": (str(text),)}
+    folder = compare.create_comparison(
+        models, experiment="decay-design", settings=settings, learning_rates=[1e-2], output=tmp_path / "x"
+    )
+    rows = compare.run_comparison(folder, show=False)
+    saved, summary = json.loads((folder / "results.json").read_text()), (folder / "summary.md").read_text()
+    assert {name: runs["0"]["test"] for name, runs in saved["results"].items()} == {
+        row["model"]: row["loss"] for row in rows
+    }
+    assert saved["paper"] == {name: decay_design.paper_loss(name) for name in models}
+    assert "1 layers, hidden size 16, 2 heads. Training: 2 steps of 2 × 16 bytes" in summary
+    difference = saved["results"]["scalar/mamba2"]["0"]["test"] - saved["results"]["vector/mamba2"]["0"]["test"]
+    assert f"| vector/mamba2, scalar/mamba2 | {difference:+.4f} | +0.013 |" in summary
+    (panel,) = against_paper(saved).panels
+    assert {series.name: (*series.x, *series.y) for series in panel.series} == {
+        name: (saved["paper"][name], saved["results"][name]["0"]["test"]) for name in models
+    }
+    assert {path.stem for path in (folder / "figures").iterdir()} == {"results", "training", "length", "spectrum"}
+    measured = GRID.decays(folder, rows)
+    assert [one["model"] for one in measured] == models[:2]
+    assert all(0 < one[when]["median"] < 1 for one in measured for when in ("init", "trained"))
 
 
 def test_groups_stand_for_their_variants(text, tmp_path):

@@ -269,13 +269,10 @@ def test_gates_that_stay_closed_and_gates_that_are_not_trained():
     assert not torch.allclose(outputs["closed"], outputs["fixed"])
 
 
-@pytest.mark.slow
 def test_a_comparison_is_measured_by_position(tmp_path):
-    sizes = {"hidden_size": 16, "steps": 40, "batch_size": 4, "test_examples": 8, "lengths": (16, 32)}
+    sizes = {"hidden_size": 16, "steps": 4, "batch_size": 4, "test_examples": 8, "lengths": (16, 32)}
     names = ("gated_deltanet", "gated_deltanet+gate_rank:reset50")
-    folder = compare.create_comparison(
-        names, experiment="gate-rank-s5", settings=sizes, output=tmp_path / "s5", seeds=2
-    )
+    folder = compare.create_comparison(names, experiment="gate-rank-s5", settings=sizes, output=tmp_path / "s5")
     compare.run_comparison(folder, show=False)
     result = read_json(next(folder.glob("*/*/result.json")))
     assert [len(p["accuracy"]) for p in result["positions"]] == [16, 32]
@@ -283,7 +280,7 @@ def test_a_comparison_is_measured_by_position(tmp_path):
     with (folder / "positions.csv").open(newline="") as file:
         spans = list(csv.DictReader(file))
     assert list(spans[0]) == ["model", "learning_rate", "seed", "first", "last", "accuracy", "loss"]
-    assert len(spans) == 2 * 2 * 2  # models, seeds and spans
+    assert len(spans) == 2 * 2  # models and spans
     assert {(row["first"], row["last"]) for row in spans} == {("1", "16"), ("17", "32")}
     longest = result["positions"][1]
     assert {f"{float(row['loss']):.6f}" for row in spans} >= {f"{sum(longest['loss'][:16]) / 16:.6f}"}
@@ -292,7 +289,7 @@ def test_a_comparison_is_measured_by_position(tmp_path):
 
 
 def test_recall_is_measured_with_its_gates(tmp_path):
-    sizes = {"hidden_size": 16, "steps": 20, "batch_size": 4, "test_examples": 8, "lengths": (32,), "test_pairs": (1,)}
+    sizes = {"hidden_size": 16, "steps": 4, "batch_size": 4, "test_examples": 8, "lengths": (32,), "test_pairs": (1,)}
     folder = compare.create_comparison(
         ("mamba2+gate_rank",), experiment="gate-rank-niah", settings=sizes, output=tmp_path / "niah"
     )

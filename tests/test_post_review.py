@@ -167,22 +167,16 @@ def test_the_plan_has_hours(capsys):
     assert "at least" in out
 
 
-@pytest.mark.slow
 def test_three_steps(tmp_path):
     tiny = {
-        "steps": 3,
-        "batch_size": 2,
-        "save_every": 3,
-        "hidden_size": 32,
-        "test_examples": 8,
-        "validation_examples": 2,
-    }
-    models = ["mamba2:2x16", "mamba2:4x16", "mamba2:frozen:2x16", "mamba2:frozen:4x16"]
+        "steps": 3, "batch_size": 2, "save_every": 3, "hidden_size": 32, "test_examples": 8, "validation_examples": 2,
+    }  # fmt: skip
+    models = ["mamba2:2x16", "mamba2:frozen:4x16"]
     folder = compare.create_comparison(
         models, experiment="post-review", settings=tiny, learning_rates=[1e-3], output=tmp_path / "run"
     )
     compare.run_comparison(folder, show=False)
     data = json.loads((folder / "post_review.json").read_text())
-    assert len(data["points"]) == 4 * 3
+    assert len(data["points"]) == 2 * 3
     assert {run["model"] for run in data["stability"].values()} == set(models)
     assert all(len(run["gradients"]) == 3 for run in data["stability"].values())
