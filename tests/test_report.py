@@ -38,7 +38,7 @@ from halflife.report.page import render
 from halflife.report.page.comparison import _table, about, findings, listed, not_learned
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.page.spectrum import explorer_of_measurements
-from halflife.report.redraw import run_figures, save_figures, write_report
+from halflife.report.redraw import redraw, run_figures, save_figures, write_report
 from halflife.report.style import model_styles, run_styles
 from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables, recall_sketch
@@ -163,11 +163,13 @@ def draw_files(folder: Path) -> list[Path]:
     return save_figures(run, run_figures(run))
 
 
-def test_save_figures_writes_every_figure_twice(run_dir):
-    files = draw_files(run_dir)
+def test_every_figure_is_drawn_twice_and_the_page_once(run_dir):
+    *files, page = redraw(run_dir)
     names = ("accuracy", "spectrum", "training")
     assert {path.name for path in files} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     assert all(path.parent == run_dir / "figures" and path.stat().st_size > 2000 for path in files)
+    assert page == run_dir / "report.html"
+    assert_raises(ValueError, "bmp", redraw, run_dir, ["bmp"])
 
 
 @pytest.mark.slow
@@ -342,9 +344,19 @@ def test_the_printed_table_has_models_with_tests_of_their_own(tmp_path, capsys):
     assert re.search(r"^ other +mean +– +[\d.]+ *\n +low +– +[\d.]+", out, re.MULTILINE)
 
 
-def test_t_is_the_length_in_distribution(tmp_path):
+def test_a_grid_has_a_column_a_test_with_means_over_its_cells(run_dir, capsys):
+    rows = [vars(score) for score in results.read(run_dir).scores]
+    grid = [row | {"length": n * row["length"]} for n in (1, 16, 256, 4096) for row in rows if row["test"] == "persist"]
+    show(*comparison_tables([row for row in rows if row["test"] == "in_distribution"] + grid))
+    out = capsys.readouterr().out
+    assert "Other tests: means over the lengths and the numbers of pairs." in out
+    mean = 100 * 0.905 * sum(times**-0.2 for times in (1, 2, 4, 8)) / 4
+    assert re.search(rf"^ mamba2 +mean +90.5 +{mean:.1f} *$", out, re.MULTILINE)
+
+
+def test_t_is_the_length_in_distribution(run_dir):
     """As in `koopman-powers`, whose setting is the T of another cell. Models with T of their own have no common one."""
-    run = results.read(make_run(tmp_path / "run"))
+    run = results.read(run_dir)
     assert (run.train_length, run.times(4 * LENGTH)) == (LENGTH, "4T")
     twice = [dataclasses.replace(score, length=2 * score.length) for score in run.scores]
     other = dataclasses.replace(run, scores=twice)
@@ -754,11 +766,9 @@ def test_drawing_leaves_matplotlib_alone(run_dir):
     assert dict(matplotlib.rcParams) == before
 
 
-def test_timescales_are_a_table(tmp_path):
+def test_timescales_are_a_table(run_dir, html):
     """Each run, layer and channel at the first position, T and the longest test."""
-    folder = make_run(tmp_path / "run")
-    write_report(folder)
-    rows = list(csv.DictReader((folder / "timescales.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((run_dir / "timescales.csv").read_text().splitlines()))
     keys = [(r["model"], r["seed"], r["layer"], r["position"], r["channel"]) for r in rows]
     models, positions = ("mamba2", "mamba2+post"), ("1", str(LENGTH), "512")  # a llama has no decay
     assert keys == list(itertools.product(models, "01", "01", positions, "01234567"))
@@ -769,12 +779,10 @@ def test_timescales_are_a_table(tmp_path):
     assert float(chosen["trained"]) == pytest.approx(1.6 * expected, rel=1e-5)
 
 
-def test_validations_are_a_table(tmp_path):
+def test_validations_are_a_table(run_dir, html):
     """Each step of each run at which the model was validated."""
-    folder = make_run(tmp_path / "run")
-    write_report(folder)
-    rows = list(csv.DictReader((folder / "validation.csv").read_text().splitlines()))
-    for run in results.read(folder).trainings:
+    rows = list(csv.DictReader((run_dir / "validation.csv").read_text().splitlines()))
+    for run in results.read(run_dir).trainings:
         own = [row for row in rows if (row["model"], row["seed"]) == (run.model, str(run.seed))]
         steps, values = run.curve("validation_accuracy")
         assert [int(row["step"]) for row in own] == steps

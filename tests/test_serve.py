@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from queue import Queue
 
 import pytest
@@ -17,7 +18,8 @@ from halflife.models.states import size
 from halflife.models.text import TextStream
 from halflife.serve.app import Limits, build
 from halflife.serve.engine import Engine, last_hidden
-from halflife.serve.jobs import Done, Failed, Full, Job, Piece, Settings
+from halflife.serve.jobs import Done, Failed, Full, Job, Piece, Settings, Stopping
+from halflife.serve.pages import Pages
 from halflife.serve.prefixes import PrefixCache
 from halflife.serve.sessions import Busy
 from halflife.serve.sessions import Session as Session_
@@ -190,15 +192,30 @@ def test_a_job_that_is_cancelled_leaves_and_others_go_on():
     assert (shared.active, shared.counts.cancelled) == (0, 1)
 
 
-def test_an_error_of_the_model_ends_its_jobs_and_not_the_engine(monkeypatch):
+@pytest.mark.parametrize("part", ["hidden", "logits"])
+def test_an_error_of_the_model_ends_its_jobs_and_not_the_engine(part, monkeypatch):
     model = tiny()
     shared = engine(model)
     with monkeypatch.context() as broken:
-        broken.setattr(model, "hidden", lambda *_: 1 / 0)
+        broken.setattr(model, part, lambda *_: 1 / 0)
         (events,) = run(shared, submit(shared, [1]))
     assert "ZeroDivisionError" in events[-1].message
     (events,) = run(shared, submit(shared, [1]))
     assert tokens(events) == alone(model, [1])
+
+
+def test_a_fault_of_the_engine_ends_its_jobs_and_not_its_thread(model, monkeypatch):
+    shared = engine(model)
+    with monkeypatch.context() as broken:
+        broken.setattr(shared, "turn", lambda: 1 / 0)
+        events = submit(shared, [1])
+        shared.start()
+        while not events:
+            time.sleep(0.01)
+    assert "ZeroDivisionError" in events[-1].message
+    assert shared.call(lambda: "alive").result(5) == "alive"
+    shared.close()
+    assert_raises(Stopping, "stopping", shared.call, int)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -361,8 +378,14 @@ def test_a_chat_is_what_the_template_makes_of_it():
         deltas = [event["choices"][0]["delta"] for event in events]
         assert deltas[0]["role"] == "assistant"
         assert "".join(delta.get("content", "") for delta in deltas) == tokenizer.decode(expected)
-        refused = client.post("/v1/chat/completions", json={**body, "messages": []})
-        assert refused.status_code == 400
+        tokenizer.tokenizer.chat_template = "{{ raise_exception('no roles') }}"
+        for wrong, message in (
+            ({"messages": []}, "messages"), ({"logprobs": False}, "top_logprobs needs logprobs"),
+            ({}, "the chat template refuses these messages: no roles"),
+        ):  # fmt: skip
+            refused = client.post("/v1/chat/completions", json={**body, **wrong})
+            assert refused.status_code == 400
+            assert message in refused.json()["error"]["message"]
 
 
 @cases(
@@ -375,6 +398,7 @@ def test_a_chat_is_what_the_template_makes_of_it():
     (400, "between 0 and 255", {"prompt": [256]}),
     (400, "not empty", {"stop": [""]}),
     (400, "n must be at most 32", {"n": 33}),
+    (400, "at most 32 prompts; got 33", {"prompt": ["x"] * 33}),
     (404, "there is no model 'gpt'", {"model": "gpt"}),
     (400, "no chat template", {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]}),
     (404, "no session 'x'", {"path": "/v1/sessions/x/generate"}),
@@ -387,6 +411,20 @@ def test_what_is_wrong_or_too_much_is_refused_in_the_form_of_openai(client, stat
     response = client.post(body.get("path", "/v1/completions"), json=sent)
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
+
+
+def test_pages_are_answered_and_the_lens_reads_between_turns(model):
+    def look(ids):
+        if ids[0] == ord("x"):
+            raise ValueError("no lens")
+        return {"read": ids}
+
+    with TestClient(build(engine(model), "tiny", pages=Pages({"/": "<p>talk"}, look))) as client:
+        assert client.get("/").text == "<p>talk"
+        assert client.get("/v1/models/tiny").json()["id"] == "tiny"
+        assert client.post("/v1/look", json={"input": "ab"}).json() == {"read": [97, 98]}
+        for text, message in (("x", "no lens"), ("", "1 to 1,024 tokens; got 0")):
+            assert client.post("/v1/look", json={"input": text}).json()["error"]["message"].endswith(message)
 
 
 def test_a_full_queue_is_429_and_a_stopping_server_503(model):
