@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,9 @@ from halflife.lab.experiments import compare as comparison
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs import sweep
 from halflife.runs.folder import read
+from halflife.runs.interrupts import signals_noted
 from halflife.runs.sweep import Cell, Job, RunsFailed, _select_rate
+from halflife.training.fit import StoppedBySignal
 
 
 def create(folder, models=("mamba2", "llama"), **options):
@@ -326,10 +329,30 @@ def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, mon
         interrupt()
     assert stop.value.code == 130
     assert "resume with: halflife train --resume out" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop, resumable("halflife train --resume out", place / "out" / "run.json"):
+        raise StoppedBySignal("stopped after step 3 of 12", signal.SIGTERM)
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert "stopped after step 3 of 12; resume with: halflife train --resume out" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit), resumable("halflife train --resume out", place / "out" / "run.json"):
         interrupt()
     assert not capsys.readouterr().err
+
+
+def test_signals_are_noted_until_they_are_asked_for():
+    with signals_noted() as check:
+        check()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedBySignal) as stopped:
+            check()
+    assert stopped.value.number == signal.SIGTERM
+    with signals_noted() as check:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+        with pytest.raises(KeyboardInterrupt):  # the user asks again
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_hint_to_resume_repeats_how_the_run_was_done(place, monkeypatch, capsys):

@@ -414,6 +414,24 @@ def test_the_command(tmp_path, capsys):
     assert "gate rank" in capsys.readouterr().out
 
 
+def test_the_command_draws_says_which_model_it_is_and_refuses(tmp_path, capsys, refused):
+    for name in ("one", "two"):
+        checkpoint.save(tiny("mamba2", vocab_size=256, num_layers=1).float(), tmp_path / "run" / name)
+    (tmp_path / "a.txt").write_text("the state decays")
+    arguments = ["look", str(tmp_path / "run"), "--text", str(tmp_path / "a.txt"), "--device", "cpu", "--tokens", "5"]
+    main([*arguments, "--picture", str(tmp_path / "a.png"), "--film", str(tmp_path / "a.gif"), "--open"])
+    said = capsys.readouterr().out
+    assert "This is mamba2 one. Others, with --model: mamba2 two." in said
+    for path in (tmp_path / "a.png", tmp_path / "a.gif", tmp_path / "run" / "look.html"):
+        assert path.stat().st_size
+        assert f"written: {path}" in said
+    for wrong, message in (
+        (["--tokens", "1"], "2 tokens or more"), (["--heads", "x"], "layer.head, as 2.1; got 'x'"),
+        (["--picture", "a.doc"], "a.doc"), (["--model", "mamba2 on"], "Did you mean 'mamba2 one'"),
+    ):  # fmt: skip
+        assert message in refused(*arguments, *wrong)
+
+
 @pytest.mark.parametrize("variable", [None, "DISPLAY", "HALFLIFE_OPEN", "CI", "SSH_CONNECTION", "tty"])
 def test_a_page_is_opened_at_a_terminal_of_a_desktop_alone(variable, tmp_path, monkeypatch, capsys):
     """Each of these is enough to open none. A browser that cannot be started is no error."""

@@ -378,11 +378,12 @@ def test_a_chat_is_what_the_template_makes_of_it():
         deltas = [event["choices"][0]["delta"] for event in events]
         assert deltas[0]["role"] == "assistant"
         assert "".join(delta.get("content", "") for delta in deltas) == tokenizer.decode(expected)
-        tokenizer.tokenizer.chat_template = "{{ raise_exception('no roles') }}"
-        for wrong, message in (
-            ({"messages": []}, "messages"), ({"logprobs": False}, "top_logprobs needs logprobs"),
-            ({}, "the chat template refuses these messages: no roles"),
+        bad = "{{ raise_exception('no roles') }}"
+        for wrong, template, message in (
+            ({"messages": []}, None, "messages"), ({"logprobs": False}, None, "top_logprobs needs logprobs"),
+            ({}, bad, "the chat template refuses these messages: no roles"),
         ):  # fmt: skip
+            tokenizer.tokenizer.chat_template = template or tokenizer.tokenizer.chat_template
             refused = client.post("/v1/chat/completions", json={**body, **wrong})
             assert refused.status_code == 400
             assert message in refused.json()["error"]["message"]
