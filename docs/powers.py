@@ -47,11 +47,11 @@ def add_folder(folder: Path) -> None:
 
 def table(wanted: Mapping[str, Any]) -> str:
     """The accuracy in distribution of `models` in `cells`, and after how many steps the seeds reached 90 %."""
-    steps = read_json(MAP)["steps"]
+    steps, trained = read_json(MAP)["steps"], scores(TRAINED)
 
     def cell(kind: str, where: str) -> str:
         name = f"{kind}:{where}"
-        own = [row for row in scores(TRAINED) if (row["model"], row["test"]) == (name, "in_distribution")]
+        own = [row for row in trained if (row["model"], row["test"]) == (name, "in_distribution")]
         accuracies = [row["accuracy"] for row in own if row["selected"]]
         if not accuracies:
             return "–"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from contextlib import redirect_stdout
 
 import numpy as np
@@ -95,20 +96,17 @@ def test_figures_are_redrawn_from_the_data_alone(made, tmp_path):
         assert file.read_bytes() == (made / file.name).read_bytes()
 
 
-def test_a_second_command_keeps_the_other_topics(made, inputs, capsys):
+def test_a_second_command_keeps_the_other_topics(made, tmp_path, capsys):
+    folder = shutil.copytree(made, tmp_path / "made")
     before = read_json(made / "theory.json")
-    picture = (made / "theory_errors.png").read_bytes()
-    main(["theory", *SIZES, "--seed", "7", "--only", "gaps", "errors", "--output", str(made)])
+    main(["theory", *SIZES, "--seed", "7", "--only", "gaps", "errors", "--output", str(folder)])
     shown = capsys.readouterr().out
     assert "gaps of random log-rates" in shown
     assert "channels with time-scales" not in shown
-    after = read_json(made / "theory.json")
+    after = read_json(folder / "theory.json")
     assert list(after) == list(before)
-    changed = {name: before[name] for name in TOPICS if after[name] != before[name]}
-    assert list(changed) == ["errors", "gaps"]
-    assert (made / "theory_errors.png").read_bytes() != picture
-    write(changed, made)
-    draw_all(changed, made)
+    assert [name for name in TOPICS if after[name] != before[name]] == ["errors", "gaps"]
+    assert (folder / "theory_errors.png").read_bytes() != (made / "theory_errors.png").read_bytes()
 
 
 def test_numbers_are_those_of_the_functions(made):
