@@ -13,6 +13,14 @@ def text(i):
     return " ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(3 + i % 11)) + f" {i}"
 
 
+def write_texts(folder, words, count=20):
+    """Write documents `0.txt`, `1.txt`, … into a folder, of `words` with the number in the place of `{i}`."""
+    folder.mkdir(exist_ok=True)
+    for i in range(count):
+        (folder / f"{i}.txt").write_text(words.format(i=i))
+    return folder
+
+
 def write_documents(place):
     """Write forty documents into a new folder, in three kinds of files."""
     (place / "deep").mkdir(parents=True)

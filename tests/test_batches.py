@@ -6,10 +6,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from corpora import open_corpus
+from corpora import open_corpus, write_texts
 from helpers import assert_raises, cases
+from tiny_runs import interrupt_after
 
 from halflife import LanguageModel, preset
+from halflife.cli import main
 from halflife.cli.train import Text, Train
 from halflife.data.batches import Batches, TokenFiles, permuted
 from halflife.data.corpus import CorpusConfig
@@ -259,27 +261,13 @@ def test_what_cannot_be_carried():
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_its_states(tmp_path, monkeypatch):
-    from halflife.cli import main
-    from halflife.training.callbacks import Metrics
-
-    text = tmp_path / "text"
-    text.mkdir()
-    for i in range(40):
-        (text / f"{i}.txt").write_text(f"slow decay and fast decay, number {i}. " * (3 + i % 7))
+    text = write_texts(tmp_path / "text", "slow decay and fast decay, number {i}. " * 6, count=40)
     recipe = ["train", "mamba2", "--data", text, "--context", 32, "--batch-size", 4, "--tokens", 8 * 4 * 32]
     recipe += ["--hidden-size", 16, "--num-layers", 1, "--num-heads", 2, "--save-every", 4, "--validate-every", 4]
     recipe += ["--documents", "concatenated", "--carry-state", "--held-out", 0.2, "--quiet"]
     main([*map(str, recipe), "--output", str(tmp_path / "whole")])
-
-    begin = Metrics.on_step_begin
-
-    def interrupted(self, arguments, state, control, **options):
-        if state.global_step == 6:
-            raise KeyboardInterrupt
-        begin(self, arguments, state, control, **options)
-
     with monkeypatch.context() as patched:
-        patched.setattr(Metrics, "on_step_begin", interrupted)
+        interrupt_after(patched, 6)
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             main([*map(str, recipe), "--output", str(tmp_path / "parts")])
     assert list((tmp_path / "parts" / "checkpoints").glob("checkpoint-4/states-0.pt"))

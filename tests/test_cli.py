@@ -29,25 +29,9 @@ from halflife.report.tables.about import PURPOSES
 from halflife.tasks import TASKS
 
 TINY = [
-    "--hidden-size",
-    "16",
-    "--num-layers",
-    "1",
-    "--num-heads",
-    "2",
-    "--vocab-size",
-    "128",
-    "--train-length",
-    "8",
-    "--pairs",
-    "2",
-    "--steps",
-    "4",
-    "--batch-size",
-    "4",
-    "--test-examples",
-    "8",
-]
+    "--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--vocab-size", "128", "--train-length", "8",
+    "--pairs", "2", "--steps", "4", "--batch-size", "4", "--test-examples", "8",
+]  # fmt: skip
 
 
 @cases(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from corpora import write_texts
 from helpers import assert_close
 
 from halflife.cli import main
@@ -94,8 +95,7 @@ TRAIN = "from halflife.cli import main; from halflife.models import compiled; co
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_with_shards_and_checkpoints(tmp_path, backend):
     """Two processes with everything have the losses of one process without."""
-    for i in range(20):
-        (tmp_path / f"{i}.txt").write_text(f"{i} is followed by {i + 1}. " * 120)
+    write_texts(tmp_path, "{i} is followed by the next number. " * 100)
     (tmp_path / "train.py").write_text(TRAIN.format(backend))
     shared = [
         "train", "mamba2+gate_rank", "--data", f"{tmp_path}/*.txt", "--documents", "concatenated", "--held-out",

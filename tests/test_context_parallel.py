@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import SIZES, combinations
+from corpora import write_texts
 from helpers import assert_close, assert_raises
 from pairwise import slow_beyond
 from torch.distributed import HashStore, ProcessGroupGloo
@@ -361,10 +362,7 @@ def test_every_layer_that_reads_otherwise_says_so():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(20):
-        (folder / f"{i}.txt").write_text(f"{i} is followed by {i + 1}. " * 60)
-    return folder
+    return write_texts(tmp_path_factory.mktemp("text"), "{i} is followed by the next number. " * 50)
 
 
 def arguments(text, folder, *own):

@@ -153,17 +153,21 @@ def rms(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def mix_linear(c, w, x, recur):
-    """Compute GLA, Gated DeltaNet or KDA; `w` holds the weights of one `attn`."""
-    kind, parts = c["model_type"], {}
-    heads = c["num_heads"] if kind == "gla" else widths(c)[2][0]
-    for name, (own, size) in zip("qkv", widths(c), strict=True):
+def projected(c, w, x, sizes):
+    """Queries, keys and values of heads and head sizes `sizes`, by a map and a short convolution."""
+    for name, size in zip("qkv", sizes, strict=True):
         y = x @ w[f"{name}_proj.weight"].T
         if c["use_short_conv"]:
             taps = w[f"{name}_conv1d.weight"]
             y = F.silu(F.conv1d(F.pad(y.mT, (3, 0)), taps, groups=len(taps))).mT
-        parts[name] = y.unflatten(-1, (own, size)).repeat_interleave(heads // own, 2)
-    q, k, v = parts.values()
+        yield y.unflatten(-1, size)
+
+
+def mix_linear(c, w, x, recur):
+    """Compute GLA, Gated DeltaNet or KDA; `w` holds the weights of one `attn`."""
+    kind = c["model_type"]
+    heads = c["num_heads"] if kind == "gla" else widths(c)[2][0]
+    q, k, v = (y.repeat_interleave(heads // y.shape[2], 2) for y in projected(c, w, x, widths(c)))
     if kind == "gla":
         logits = x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
         own, size = widths(c)[1]
@@ -211,7 +215,7 @@ def mix_rwkv7(c, w, x, first, recur):
     return (o + bonus.flatten(-2)) * lora("g", mixed["g"], torch.sigmoid) @ w["o_proj.weight"].T, v
 
 
-def logits(config, weights, ids, recur):
+def logits(config, weights, ids, recur, mix):
     rwkv7, first = config["model_type"] == "rwkv7", None
 
     def norm(x, name):
@@ -230,7 +234,7 @@ def logits(config, weights, ids, recur):
             y = shifted(norm(x, f"{at}.ffn_norm"), weights[f"{at}.ffn.x_k"]) @ weights[f"{at}.ffn.key.weight"].T
             x = x + y.relu().square() @ weights[f"{at}.ffn.value.weight"].T
         else:
-            x = x + mix_linear(config, w, norm(x, f"{at}.attn_norm"), recur)
+            x = x + mix(config, w, norm(x, f"{at}.attn_norm"), recur)
             y = norm(x, f"{at}.mlp_norm")
             gate, up, down = (weights[f"{at}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
             x = x + (F.silu(y @ gate) * (y @ up)) @ down
@@ -255,12 +259,12 @@ VARIANTS = [
 ]
 
 
-def convert_and_compare(config, weights, recur, tolerance, logits=logits):
-    """Compare a converted model with `logits(config, weights, ids, recur)`, whole and in two pieces."""
+def convert_and_compare(config, weights, recur, tolerance, mix=mix_linear):
+    """Compare a converted model with `logits` by mixers `mix`, whole and in two pieces."""
     ids = torch.randint(VOCABULARY, (2, LENGTH))
     model = assemble(*SOURCES[config["model_type"]](config, weights))
     got, _ = model(ids)
-    assert_close(got, logits(config, weights, ids, recur), tolerance)
+    assert_close(got, logits(config, weights, ids, recur, mix), tolerance)
     _, state = model(ids[:, :9])
     assert_close(model(ids[:, 9:], state)[0], got[:, 9:], tolerance)
 

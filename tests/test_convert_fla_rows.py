@@ -6,7 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, assert_raises, assert_same, cases, fla, on_linux, unit
-from test_convert_fla import EXACT, HIDDEN, LENGTH, SINGLE, VOCABULARY, convert_and_compare, delta_loop, gla_loop, rms
+from test_convert_fla import (
+    EXACT,
+    HIDDEN,
+    LENGTH,
+    SINGLE,
+    VOCABULARY,
+    convert_and_compare,
+    delta_loop,
+    gla_loop,
+    projected,
+    rms,
+)
 
 from halflife import LanguageModel, preset
 from halflife.models.convert import SOURCES, assemble, back_to
@@ -130,14 +141,8 @@ FLAS = {
 
 def mix(c, w, x, recur):
     """Compute one `attn`, whose weights are `w`."""
-    kind, (*parts, heads), steps, qkv = c["model_type"], sizes(c), c.get("num_householder", 1), []
-    for name, (own, size) in zip("qkv", parts, strict=True):
-        y = x @ w[f"{name}_proj.weight"].T
-        if c["use_short_conv"]:
-            taps = w[f"{name}_conv1d.weight"]
-            y = F.silu(F.conv1d(F.pad(y.mT, (3, 0)), taps, groups=len(taps))).mT
-        qkv.append(y.unflatten(-1, (own, size)))
-    q, k, v = qkv
+    kind, (*parts, heads), steps = c["model_type"], sizes(c), c.get("num_householder", 1)
+    q, k, v = projected(c, w, x, parts)
     if kind == "retnet":
         mapped = {None: lambda z: z, "swish": F.silu, "relu": torch.relu}[c["feature_map"]]
         q, k = turn(mapped(q)), turn(mapped(k))
@@ -172,28 +177,15 @@ def turn(x):
     return torch.cat([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
 
 
-def logits(config, weights, ids, recur):
-    x = weights["model.embeddings.weight"][ids]
-    for i in range(2):
-        at = f"model.layers.{i}"
-        w = {name[len(at) + 6 :]: z for name, z in weights.items() if name.startswith(f"{at}.attn.")}
-        x = x + mix(config, w, rms(x, weights[f"{at}.attn_norm.weight"], config["norm_eps"]), recur)
-        y = rms(x, weights[f"{at}.mlp_norm.weight"], config["norm_eps"])
-        gate, up, down = (weights[f"{at}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
-        x = x + (F.silu(y @ gate) * (y @ up)) @ down
-    head = weights["model.embeddings.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
-    return rms(x, weights["model.norm.weight"], config["norm_eps"]) @ head.T
-
-
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
 def test_logits_equal_the_published_equations(model_type, changes):
-    convert_and_compare(*published(model_type, **changes), LOOPS[model_type], EXACT, logits)
+    convert_and_compare(*published(model_type, **changes), LOOPS[model_type], EXACT, mix)
 
 
 @on_linux
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
 def test_logits_equal_flas_recurrences(model_type, changes):
-    convert_and_compare(*published(model_type, torch.float32, **changes), FLAS[model_type], SINGLE, logits)
+    convert_and_compare(*published(model_type, torch.float32, **changes), FLAS[model_type], SINGLE, mix)
 
 
 @pytest.mark.parametrize(("model_type", "changes"), VARIANTS)

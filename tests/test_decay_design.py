@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from corpora import write_texts
 from helpers import assert_raises, cases
 
 from halflife import LanguageModel
@@ -14,6 +15,7 @@ from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON, standard_library
 from halflife.lab.experiments import EXPERIMENTS, compare, decay_design
 from halflife.lab.experiments.decay_design import FINDINGS, finding_sentences, findings_table, verdict
+from halflife.lab.experiments.evidence import decay_regression
 from halflife.lab.experiments.language_models.base import loss_table
 from halflife.models import checkpoint
 from halflife.models.timescales import timescales
@@ -39,9 +41,8 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(39):
-        (folder / f"{i:02}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 8)
+    words = "the state forgets what it cannot hold in {i} tokens; " * 8
+    folder = write_texts(tmp_path_factory.mktemp("text"), words, count=39)
     (folder / "bytes.txt.gz").write_bytes(gzip.compress(bytes(range(1, 256)) * 4))
     return folder
 
@@ -226,8 +227,9 @@ def test_a_comparison_without_settings_is_damaged(tmp_path):
     assert_raises(ValueError, r"config\.json is damaged: it has no settings", compare.run_comparison, tmp_path)
 
 
-def test_a_comparison_is_summed_up_drawn_and_measured(text, tmp_path):
-    """Beside the paper's losses."""
+def test_a_comparison_is_summed_up_drawn_and_measured(text, tmp_path, monkeypatch):
+    """Beside the paper's losses, and with a regression of its decays, for which two rows are enough here."""
+    monkeypatch.setattr(decay_regression, "FEWEST_ROWS", 2)
     models, settings = ["vector/mamba2", "scalar/mamba2", "llama"], {**TINY, "steps": 2, "text": (str(text),)}
     folder = compare.create_comparison(
         models, experiment="decay-design", settings=settings, learning_rates=[1e-2], output=tmp_path / "x"
@@ -245,9 +247,12 @@ def test_a_comparison_is_summed_up_drawn_and_measured(text, tmp_path):
     assert {series.name: (*series.x, *series.y) for series in panel.series} == {
         name: (saved["paper"][name], saved["results"][name]["0"]["test"]) for name in models
     }
-    assert {path.stem for path in (folder / "figures").iterdir()} == {"results", "training", "length", "spectrum"}
-    measured = GRID.decays(folder, rows)
-    assert [one["model"] for one in measured] == models[:2]
+    assert {path.stem for path in (folder / "figures").iterdir()} == {
+        "results", "training", "length", "spectrum", "decay_regression"
+    }  # fmt: skip
+    assert "| median of λ after training | 2 |" in summary
+    measured = json.loads((folder / "decay_regression.json").read_text())["runs"]
+    assert [one["model"] for one in measured] == models[:2]  # the other has no decay
     assert all(0 < one[when]["median"] < 1 for one in measured for when in ("init", "trained"))
 
 

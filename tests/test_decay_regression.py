@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny_runs import tiny
 
-from halflife.lab.experiments import compare
 from halflife.lab.experiments.evidence.decay_regression import (
     FEWEST_ROWS,
     _row,
@@ -148,32 +147,3 @@ def test_labels_do_not_cover_each_other(tmp_path):
         assert len(places) > len(labels) >= 4  # labels of the crowd without a place are left out
         assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
         assert labels["row-6"].get_position() == PLACES[0][:2]
-
-
-@pytest.mark.slow
-def test_the_report_of_the_grid(tmp_path, monkeypatch):
-    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text").mkdir()
-    for i in range(20):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 30)
-    models = ["vector/mamba2", "scalar/mamba2", "vector/gla", "scalar/gla", "vector/hgrn2", "simple/0.8", "simple/0.9",
-              "simple/0.95", "simple/0.99", "dplr/none"]  # fmt: skip
-    settings = {
-        "steps": 3, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "train_length": 16, "batch_size": 2,
-        "test_tokens": 64, "validation_tokens": 64, "text": (str(tmp_path / "text"),), "held_out": (0.2, 0.2),
-    }  # fmt: skip
-    folder = compare.create_comparison(
-        models, experiment="decay-design", settings=settings, output=tmp_path / "run", learning_rates=[1e-2]
-    )
-    compare.run_comparison(folder, show=False)
-    saved = json.loads((folder / DECAY_REGRESSION_JSON).read_text())
-    assert (folder / "figures" / "decay_regression.png").exists()
-    medians = {one["model"]: one["init"]["median"] for one in saved["runs"]}
-    assert set(medians) == set(models) - {"dplr/none"}  # which has no decay
-    assert len(medians) >= FEWEST_ROWS
-    assert medians["simple/0.8"] == pytest.approx(0.8, abs=0.1)
-    assert medians["simple/0.99"] == pytest.approx(0.99, abs=0.01)
-    assert "| median of λ after training | 9 |" in (folder / "summary.md").read_text()
-    (folder / DECAY_REGRESSION_JSON).write_text(json.dumps(saved).replace(str(medians["simple/0.8"]), "0.25"))
-    compare.run_comparison(folder, show=False)
-    assert "0.25" in (folder / DECAY_REGRESSION_JSON).read_text()  # measured once

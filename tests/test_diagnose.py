@@ -77,7 +77,8 @@ def test_models_of_another_library_say_what_they_allow(tmp_path):
 def test_verdicts(horizons, words):
     layers = [{"layer": i, "horizon": one, "longest_lag": 1024} for i, one in enumerate(horizons)]
     own = Allowed(["mamba2"] * 2, "", "", "", 2048, 0)
-    assert diagnosis.verdict("m", own, {"layers": layers}) == f"m: {words} Its state of one sequence takes 2 KiB."
+    model = {"layers": layers, "positions": [1]}
+    assert diagnosis.verdict("m", own, model) == f"m: {words} Its state of one sequence takes 2 KiB."
 
 
 def test_what_is_lost_was_overwritten_or_faded():

@@ -9,6 +9,7 @@ from pathlib import Path
 import overview
 import pytest
 import torch
+from corpora import write_texts
 from helpers import assert_raises, cases
 from pairwise import slow_beyond
 
@@ -213,10 +214,8 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
     settings = dict(changes)
     if name.endswith("text"):
-        (tmp_path / "text").mkdir()
-        for i in range(20):
-            (tmp_path / "text" / f"{i}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 30)
-        settings["text"] = (str(tmp_path / "text"),)
+        text = write_texts(tmp_path / "text", "the state forgets what it cannot hold in {i} tokens; " * 30)
+        settings["text"] = (str(text),)
     folder = compare.create_comparison(
         models, experiment=name, settings=settings, learning_rates=[1e-3], output=tmp_path / "run"
     )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -266,9 +267,8 @@ def small(name):
 
 
 @deprecated
-@pytest.mark.parametrize(("name", "length"), [("retnet", None), ("llama", 10)])
-def test_two_graphs_are_written_checked_and_described(name, length, tmp_path, without_onnx):
-    model = small(name)
+def test_two_graphs_are_written_checked_and_described(tmp_path, without_onnx):
+    model, length = small("llama"), 10
     graphs = write_onnx(model, tmp_path, tokens=4, max_length=length)
     assert [(graph.path.name, graph.tokens, graph.form) for graph in graphs] == [
         ("step.onnx", 1, "step"), ("prompt.onnx", 4, "chunked")
@@ -285,21 +285,36 @@ def test_two_graphs_are_written_checked_and_described(name, length, tmp_path, wi
         assert about["state"][name] == [str(x.dtype).removeprefix("torch."), *x.shape]
 
 
-@deprecated
-def test_what_onnx_cannot_express_is_a_token_loop_or_an_error(tmp_path, monkeypatch, without_onnx):
-    model, refused = small("retnet"), []
+def test_what_onnx_cannot_express_is_a_token_loop_or_an_error(tmp_path, monkeypatch):
+    """The first form that is tried is in chunks, but for log-linear attention, whose chunks are no graph."""
 
-    def fails(graph, **options):
-        refused.append(graph)
-        if len(refused) in (1, 3, 4):
+    class Graph(torch.export.ExportedProgram):
+        def __init__(self, model, tokens, batch, loop, max_length):
+            self.loop = loop
+            tried.append(loop)
+
+        def run_decompositions(self, given):
+            return self
+
+    def convert(graph, **options):
+        if not graph.loop or refuses:
             raise RuntimeError("the exporter failed") from ValueError("no such\noperation")
-        return Program(graph, **options)
+        return SimpleNamespace(save=lambda path: None)
 
-    monkeypatch.setattr(torch.onnx, "export", fails)
-    given = model, tmp_path / "prompt.onnx", 2, initial_state(model), None
-    assert write_graph(*given).form == "token loop"
-    message = "ONNX cannot express how retnet reads 2 tokens at once: no such operation"
-    assert_raises(ValueError, message, write_graph, *given)
+    tried, refuses = [], False
+    monkeypatch.setattr("halflife.export.onnx.export", Graph)
+    monkeypatch.setattr("halflife.export.onnx._difference", lambda *_: 0.0)
+    monkeypatch.setattr(torch.onnx, "export", convert)
+    message = "ONNX cannot express how {} reads 4 tokens at once: no such operation"
+    for name, loops in (("retnet", [False, True]), ("mamba2+log_linear", [True])):
+        model = small(name)
+        given = model, tmp_path / "prompt.onnx", 4, initial_state(model), None
+        refuses = False
+        assert write_graph(*given).form == "token loop"
+        refuses = True
+        assert_raises(ValueError, message.format(re.escape(name)), write_graph, *given)
+        assert tried == loops * 2
+        tried.clear()
 
 
 def test_no_graph_is_left_that_failed_its_check(tmp_path, monkeypatch):

@@ -127,16 +127,17 @@ def test_old_checkpoints_with_times_in_the_future_replace_no_new_one(cut, whole)
     assert comparable(cut) == comparable(whole)
 
 
-@pytest.mark.parametrize("mark", [b"{}", b"[]", b"\xff\xfe", b"{", b'{"trainer_state.json": 1}'])
-def test_a_mark_without_checksums_is_no_checkpoint(cut, mark):
-    (cut / "checkpoints" / "checkpoint-8" / "complete.json").write_bytes(mark)
-    with pytest.warns(UserWarning, match="checkpoint-8 is damaged"):
-        assert last_checkpoint(cut / "checkpoints").name == "checkpoint-4"
+MARKS = [b"{}", b"[]", b"\xff\xfe", b"{", b'{"trainer_state.json": 1}']
 
 
-def test_a_file_that_the_mark_does_not_list_makes_a_checkpoint_damaged(cut):
-    (cut / "checkpoints" / "checkpoint-8" / "shard-of-another-run").write_text("x")
-    with pytest.warns(UserWarning, match="shard-of-another-run"):
+@cases(
+    "name, data, message",
+    *(("complete.json", mark, "is damaged") for mark in MARKS),
+    ("shard-of-another", b"", "shard"),
+)
+def test_a_mark_that_does_not_hold_for_all_files_is_no_checkpoint(cut, name, data, message):
+    (cut / "checkpoints" / "checkpoint-8" / name).write_bytes(data)
+    with pytest.warns(UserWarning, match=f"checkpoint-8.*{message}"):
         assert last_checkpoint(cut / "checkpoints").name == "checkpoint-4"
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from corpora import write_texts
 from helpers import assert_raises, cases
 from tiny_runs import SMALL, tiny
 
@@ -244,9 +245,7 @@ def place(tmp_path, monkeypatch):
     """The current folder, with 20 documents in `text` and a named pipe."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "text").mkdir()
-    for i in range(20):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i} forgets slowly. " * 8)
+    write_texts(tmp_path / "text", "document {i} forgets slowly. " * 8)
     os.mkfifo(tmp_path / "pipe")
     return tmp_path
 

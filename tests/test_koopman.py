@@ -117,31 +117,30 @@ def grads(y, leaves):
     return torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
 
 
+def assert_loop(backend, length, tokens, settings, **options):
+    """Outputs and gradients are those of the loop, in which an operator is of `tokens` tokens."""
+    x = form_inputs(backend, length, grad=True)
+    exact = wide(x)
+    expected = loop(*exact, tokens, **settings)
+    y, _ = koopman_attention(*x, backend=backend, **settings, **options)
+    assert_form(backend, y, expected, INVERTED)
+    for got, wanted in zip(grads(y, x), grads(expected, exact), strict=True):
+        assert_form(backend, got, wanted, INVERTED)
+
+
 @pytest.mark.parametrize("power", [0, 1, 2, 4])
 @pytest.mark.parametrize(("gamma", "mix"), [(1.0, 1.0), (1.5, 1.0), (1.2, 0.3), (1.0, 0.0)])
 @each_form
 def test_four_lines_are_the_papers_long_form(power, gamma, mix, backend):
     settings = {"gamma": gamma, "mix": mix, "power": power}
-    x = form_inputs(backend, 9, grad=True)
-    exact = wide(x)
-    expected = loop(*exact, 2, **settings)
-    y, _ = koopman_attention(*x, chunk_size=2, backend=backend, **settings)
-    assert_form(backend, y, expected, INVERTED)
-    for got, wanted in zip(grads(y, x), grads(expected, exact), strict=True):
-        assert_form(backend, got, wanted, INVERTED)
+    assert_loop(backend, 9, 2, settings, chunk_size=2)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 @pytest.mark.parametrize("refresh", ["chunk", "token"])
 @each_fast_form
 def test_every_prefix_solved_directly(chunk_size, refresh, backend):
-    x = form_inputs(backend, 23, grad=True)
-    exact = wide(x)
-    expected = loop(*exact, 1 if refresh == "token" else chunk_size)
-    y, _ = koopman_attention(*x, chunk_size=chunk_size, refresh=refresh, backend=backend)
-    assert_form(backend, y, expected, INVERTED)
-    for got, wanted in zip(grads(y, x), grads(expected, exact), strict=True):
-        assert_form(backend, got, wanted, INVERTED)
+    assert_loop(backend, 23, 1 if refresh == "token" else chunk_size, {}, chunk_size=chunk_size, refresh=refresh)
 
 
 @crossed(length=[0, 1, 2, 7, 8, 9], chunk_size=[1, 2, 3, 7, 8, 64], normalization=["causal", "sequence", "trace"])

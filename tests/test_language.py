@@ -29,7 +29,6 @@ from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.trust import confirm
 from halflife.evaluation.language import by_position, document_loss, measure_texts, octave_means, perplexity
-from halflife.extras import install
 from halflife.files import folder_lock
 from halflife.lab.experiments import train as language
 from halflife.lab.experiments.values import parse_count
@@ -513,13 +512,6 @@ def test_a_sample_begins_with_one_document(text, tmp_path, monkeypatch):
     starts = samples.document_starts(corpus)
     assert len(starts) == 3
     assert {bytes(start.tolist()) for start in starts} <= documents
-
-
-def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made(text, tmp_path, refused, monkeypatch):
-    monkeypatch.setattr("halflife.extras.importlib.util.find_spec", lambda name: None if name == "tensorboard" else 1)
-    message = refused("train", *arguments(text, tmp_path / "out"), "--track", "tensorboard")
-    assert message == f"halflife: --track tensorboard needs tensorboard: {install('tensorboard')}\n"
-    assert not (tmp_path / "out").exists()
 
 
 @cases(

@@ -27,7 +27,7 @@ from halflife.extras import install
 from halflife.lab.experiments import compare as comparison
 from halflife.runs import cluster as cluster_module
 from halflife.runs import pool, worker
-from halflife.runs.sweep import Cell, Job, RunsFailed, run_job
+from halflife.runs.sweep import Cell, Job, run_job
 from halflife.runs.task_run import RunConfig
 from halflife.training import callbacks
 from halflife.training.fit import StoppedBySignal
@@ -117,27 +117,6 @@ def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp
     cell = Cell("mamba2", 1e-2, 0).folder
     assert (folder / cell / "starts").read_text().split() == starts
     assert result(folder / cell) == result(whole / cell)
-
-
-def waits_for_ever(job, threads):
-    """`run_job_in_worker`, whose runs of seed 0 wait without computing."""
-    if job.config.seed == 0:
-        with (job.folder / "attempts").open("a") as file:
-            file.write("x")
-        with worker.signs_of_life(job.folder / worker.WORKER):
-            time.sleep(3600)
-    return pool.run_job_in_worker(job, threads)
-
-
-@pytest.mark.slow
-def test_a_run_that_always_stands_still_is_reported_and_the_others_end(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "run_job_in_worker", waits_for_ever)
-    monkeypatch.setattr(pool, "RETRIES", 1)
-    folder = new(tmp_path / "x", ["mamba2"])
-    with pytest.raises(RunsFailed, match=r"mamba2 lr 0.01 seed 0 failed: its worker died, 2 times in all") as failure:
-        comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray", worker_timeout=10))
-    assert {row["seed"] for row in failure.value.rows} == {1}
-    assert (folder / Cell("mamba2", 1e-2, 0).folder / "attempts").read_text() == "xx"
 
 
 def fails_for_seed_0(job, threads):

@@ -7,6 +7,7 @@ from pathlib import Path
 import papers
 import pytest
 import torch
+from corpora import write_texts
 from helpers import assert_raises
 from pairwise import slow_beyond
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,9 +50,7 @@ TINY_TASK = {"steps": 3, "batch_size": 2, "test_examples": 2, "validation_exampl
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(20):
-        (folder / f"{i:02}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 8)
+    folder = write_texts(tmp_path_factory.mktemp("text"), "the state forgets what it cannot hold in {i} tokens; " * 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HALFLIFE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield folder

@@ -270,12 +270,9 @@ def test_one_power_recalls_the_next_token():
     assert (best[:, 0] > 50 * best[:, 1].abs()).all()
 
 
-def test_no_power_recalls_the_token_itself():
-    assert (read_out(0, "key").argmax(1) == torch.arange(16)).all()
-
-
-def test_two_powers_recall_the_token_after_the_next():
-    assert (read_out(2, "key")[:-2].argmax(1) == torch.arange(2, 16)).all()
+@pytest.mark.parametrize("power", [0, 2])
+def test_no_power_recalls_the_token_itself_and_two_the_one_after_the_next(power):
+    assert (read_out(power, "key")[: 16 - power].argmax(1) == torch.arange(power, 16)).all()
 
 
 def test_tokens_that_are_held_are_recalled_by_two_powers():

@@ -132,25 +132,6 @@ def test_jobs_outlive_the_command_and_a_resumed_command_waits_for_them(commands,
     assert len(list(commands.glob("*.sh"))) == 3  # two jobs, and the killed one again
 
 
-@pytest.mark.slow
-def test_a_run_that_fails_is_named_and_the_others_end(commands, whole, tmp_path):
-    (tmp_path / "broken.py").write_text(
-        "import os\n"
-        "def save(self, model, folder):\n"
-        "    if 'llama' in str(folder):\n"
-        "        raise RuntimeError('no luck')\n"
-        "    old(self, model, folder)\n"
-        "if 'SLURM_JOB_ID' in os.environ:\n"
-        "    from halflife.runs.task_run import TaskRun\n"
-        "    old, TaskRun.save = TaskRun.save, save\n"
-    )
-    process = halflife(*COMPARE, *ON_SLURM, "--output", "x", env={**os.environ, "HALFLIFE_IMPORT": "broken"})
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 3, error
-    assert "llama lr 0.01 seed 0 failed: RuntimeError: no luck" in error
-    assert {name.partition("/")[0] for name in results(tmp_path / "x")} == {"mamba2"}
-
-
 class Handle:
     """What `executor.submit` returns in the tests below: a job that has ended already."""
 

@@ -1,12 +1,16 @@
 """Training that starts from trained weights: embeddings that grow, frozen parameters, resuming, what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from corpora import write_texts
 from helpers import assert_raises
+from tiny_runs import interrupt_after
 
 from halflife import LanguageModel, preset
+from halflife.cli import main
 from halflife.cli.train import Shape, Start, Text, Train
 from halflife.models import checkpoint
 from halflife.training.start import freeze, load_start, local_folder, start_of
@@ -61,16 +65,10 @@ def test_freeze():
 
 @pytest.fixture
 def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i}.txt").write_text(f"slow decay and fast decay, number {i}. " * (3 + i % 7))
-    return folder
+    return write_texts(tmp_path / "text", "slow decay and fast decay, number {i}. " * 6, count=40)
 
 
 def train(*arguments):
-    from halflife.cli import main
-
     main(["train", *map(str, arguments), "--quiet", "--held-out", "0.2"])
 
 
@@ -97,28 +95,15 @@ def test_a_run_continues_a_model(tmp_path, text, capsys):
 
 @pytest.mark.slow
 def test_an_interrupted_run_does_not_start_again(tmp_path, text, monkeypatch):
-    import shutil
-
-    from halflife.training.callbacks import Metrics
-
     saved(tmp_path / "old")
     recipe = ["--data", text, "--context", 32, "--batch-size", 4, "--tokens", 8 * 4 * 32, "--save-every", 4]
     recipe += ["--validate-every", 4, "--from", tmp_path / "old"]
     train(*recipe, "--output", tmp_path / "whole")
-    stop = Metrics.on_step_begin if hasattr(Metrics, "on_step_begin") else None
-
-    def interrupted(self, arguments, state, control, **options):
-        if state.global_step == 6:
-            raise KeyboardInterrupt
-        return stop(self, arguments, state, control, **options) if stop else None
-
     with monkeypatch.context() as patched:
-        patched.setattr(Metrics, "on_step_begin", interrupted)
+        interrupt_after(patched, 6)
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             train(*recipe, "--output", tmp_path / "parts")
     shutil.rmtree(tmp_path / "old")
-    from halflife.cli import main
-
     main(["train", "--resume", str(tmp_path / "parts"), "--quiet"])
     whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert whole == parts

@@ -29,8 +29,10 @@ WORST = {torch.float32: 1e-6, torch.bfloat16: 7.3e-3, torch.float16: 5.2e-4}
 def check(run, tensors, dtype, wide=()):
     """Compare `run(backend, **tensors)` with the definition in float64: outputs, and gradients of a random sum.
 
-    The tensors named in `wide` are float32, all others have the dtype.
+    The tensors named in `wide` are float32, all others have the dtype. A shape stands for random numbers.
     """
+    draw = generator(*tensors)
+    tensors = {name: x if torch.is_tensor(x) else torch.randn(x, generator=draw) for name, x in tensors.items()}
     tensors = {name: x.bfloat16() for name, x in tensors.items()}  # numbers that every dtype has
     narrow = {name: x.to(torch.float32 if name in wide else dtype) for name, x in tensors.items()}
     got, want = _all(run, "triton", narrow), _all(run, "reference", {name: x.double() for name, x in tensors.items()})
@@ -188,16 +190,12 @@ def test_sums_of_programs(shape, dtype):
 @crossed(strength=1, dtype=DTYPES, wide=[True, False], shape=[(2, 3, 24), (1, 5, 99), (1, 0, 24)], used=["both", 0, 1])
 def test_sum_with_its_norm(dtype, wide, shape, used):
     """Of a residual stream in float32 or in the dtype of the branch, both results used, or one of them."""
-    draw = generator(shape)
-    tensors = {
-        name: torch.randn(size, generator=draw) for name, size in {"x": shape, "y": shape, "w": shape[2:]}.items()
-    }
 
     def run(backend, x, y, w):
         both = fused.add_rms_norm(strided(x), strided(y), w, 1e-5, backend)
         return both if used == "both" else [both[used]]
 
-    check(run, tensors, dtype, wide=("w", "x") if wide else ("w",))
+    check(run, {"x": shape, "y": shape, "w": shape[2:]}, dtype, wide=("w", "x") if wide else ("w",))
 
 
 @pytest.mark.parametrize("name", ["gated groups with skip", "heads", "swiglu", "scaled heads"])
@@ -238,12 +236,10 @@ def test_mixtures_of_tokens(count, dtype, shape, kind, monkeypatch):
     monkeypatch.setattr(mixing, "PROGRAMS", 4)
     normed = kind not in ("given", "first", "none")
     shape = (1, 3, 3) if normed and not shape[1] else shape
-    draw = generator(count)
     given = {"given": shape, "first": (shape[0], shape[2]), "sum": (shape[0], shape[2])}
     sizes = {"x": shape, "mu": (count, shape[2])} | ({"before": given[kind]} if kind in given else {})
     sizes |= {"weight": shape[2:], "bias": shape[2:]} if normed else {}
     sizes |= {"branch": shape} if "sum" in kind else {}
-    tensors = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
 
     def run(backend, x, mu, before=None, weight=None, bias=None, branch=None):
         if normed:
@@ -253,7 +249,7 @@ def test_mixtures_of_tokens(count, dtype, shape, kind, monkeypatch):
             before = torch.cat([before, before[:, :1]], 1)[:, : shape[1]]
         return rwkv7.token_mix(strided(x), before, mu.unbind(), kind != "given" and shape[1] > 0, backend)
 
-    check(run, tensors, dtype, wide=("mu", "weight", "bias", *(["x"] if kind == "wide sum" else [])))
+    check(run, sizes, dtype, wide=("mu", "weight", "bias", *(["x"] if kind == "wide sum" else [])))
 
 
 def test_more_mixtures_run_in_torch():
@@ -275,66 +271,56 @@ HEADS = [(2, 13, 3, 5), (1, 5, 2, 16), (1, 0, 1, 3)]
 @crossed(strength=1, dtype=DTYPES, shape=HEADS, read=[True, False])
 def test_keys_of_rwkv7(dtype, shape, read, few_tiles):
     """Keys and what the correction reads and writes, with the weight of a token's own value and without."""
-    draw = generator(shape)
     sizes = {"key": shape, "rate": shape, "bias": shape[2:], "unit": shape[2:], "change": shape[2:]}
     sizes |= {"r": shape, "bonus": shape[2:]} if read else {}
-    tensors = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
 
     def run(backend, key, rate, bias, unit, change, r=None, bonus=None):
         return rwkv7.rwkv7_keys(strided(key), strided(rate), r, bias, unit, change, bonus, None, backend)
 
-    check(run, tensors, dtype, wide=("bias", "unit", "change", "bonus"))
+    check(run, sizes, dtype, wide=("bias", "unit", "change", "bonus"))
 
 
 @crossed(strength=1, dtype=DTYPES, shape=HEADS, value=[5, 20, 1], most=[1.0, 2.0])
 def test_erase_and_write_gates(dtype, shape, value, most, few_tiles):
     """Of Gated DeltaNet-2, with values of other sizes than keys."""
-    draw, (*rows, heads, size) = generator(shape), shape
+    *rows, heads, size = shape
     sizes = {"erase": (*rows, heads * size), "write": (*rows, heads * value), "k": shape, "v": (*rows, heads, value)}
-    tensors = {name: torch.randn(x, generator=draw) for name, x in {**sizes, "g": shape}.items()}
 
     def run(backend, erase, write, k, v, g):
         return erase_write(strided(erase), strided(write), strided(k), strided(v), -g.abs(), most, backend)
 
-    check(run, tensors, dtype, wide=("g",))
+    check(run, sizes | {"g": shape}, dtype, wide=("g",))
 
 
 @crossed(strength=1, dtype=DTYPES, shape=HEADS, apart=[True, False], most=[1.0, 2.0])
 def test_keys_with_feedback(dtype, shape, apart, most, few_tiles):
     """Of Comba."""
-    draw = generator(shape)
     sizes = {"q": shape, "k": shape, "logits": shape[:3], "share": shape[2:3], "output": shape[2:3]}
-    tensors = {name: torch.randn(x, generator=draw) for name, x in sizes.items()}
 
     def run(backend, q, k, logits, share, output):
         return feedback_keys(strided(q), strided(k), logits, share, output, most, apart, backend=backend)
 
-    check(run, tensors, dtype, wide=("share", "output"))
+    check(run, sizes, dtype, wide=("share", "output"))
 
 
 @crossed(strength=1, dtype=DTYPES, shape=HEADS)
 def test_outputs_of_rwkv7(dtype, shape, few_tiles):
-    draw, channels = generator(shape), (shape[2] * shape[3],)
+    channels = (shape[2] * shape[3],)
     sizes = {"o": shape, "s": shape[:3], "v": shape, "gate": (*shape[:2], *channels), "weight": channels}
-    tensors = {name: torch.randn(size, generator=draw) for name, size in {**sizes, "bias": channels}.items()}
 
     def run(backend, o, s, v, gate, weight, bias):
         return [rwkv7.rwkv7_output(strided(o), s, strided(v), strided(gate), weight, bias, 1e-3, None, backend)]
 
-    check(run, tensors, dtype, wide=("weight", "bias", "s"))
+    check(run, sizes | {"bias": channels}, dtype, wide=("weight", "bias", "s"))
 
 
 @crossed(strength=1, dtype=DTYPES, shape=HEADS)
 def test_values_and_channel_mix_of_rwkv7(dtype, shape, few_tiles):
-    draw = generator(shape)
-    sizes = {"v": shape, "first": shape, "rate": shape, "bias": shape[2:]}
-    tensors = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
-
     def run(backend, v, first, rate, bias):
         mixed = rwkv7.rwkv7_values(strided(v), strided(first), strided(rate), bias, backend)
         return [mixed, rwkv7.relu_square(strided(rate), backend)]
 
-    check(run, tensors, dtype, wide=("bias",))
+    check(run, {"v": shape, "first": shape, "rate": shape, "bias": shape[2:]}, dtype, wide=("bias",))
 
 
 def test_norms_round_to_the_dtype_of_autocast():

@@ -15,6 +15,7 @@ import actions
 import psutil
 import pytest
 import torch
+from corpora import write_texts
 from processes import compare, limited, trial, trial_of_comparison
 from table import EVENTS, EVENTS_OF_COMPARISON, TABLE
 from tiny_runs import after_step, comparable, run, tiny
@@ -37,8 +38,7 @@ def processes():
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    for i in range(20):
-        (folder / f"{i}.txt").write_text(f"document {i} " * 20)
+    write_texts(folder, "document {i} " * 20)
     return Corpus.open(CorpusConfig(sources=(folder,), cache_dir=folder / "cache", fractions=(0.1, 0.0)), show=False)
 
 
