@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from halflife.ops import causal_conv1d, fused
+from halflife.ops import causal_conv1d, fused, linear_attention
 from halflife.ops.backends import split as module
-from halflife.ops.backends.split import Split
+from halflife.ops.backends.split import Silu, Split, split_silu
 from halflife.ops.linear import _Product
 
 if sys.platform != "linux":
@@ -18,8 +18,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (64, 128, 3)  # of a gate, of what is convolved, and of decays
 
 
-def parts_of(h, by):
-    return h.split(SIZES, -1) if by is None else by(h, SIZES)
+def parts_of(h, by, sizes=SIZES):
+    return h.split(sizes, -1) if by is None else by(h, sizes)
 
 
 def losses(z, x, f, y):
@@ -105,6 +105,61 @@ def test_gradients_that_a_hook_replaces_and_parts_without(given):
         return torch.autograd.grad(losses(z, middle, f.detach(), y), weight)
 
     assert_close(grads(Split.apply), grads(None), rtol=0, atol=0)
+
+
+HEADS, K = 2, 16
+
+
+@pytest.mark.parametrize("value", [16, 40])
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("lengths", [(19, 19), (5, 0, 33)])
+def test_gradients_of_heads_in_place(copied, decay, value, lengths):
+    """Of queries and keys after SiLU, and of values: nothing is copied."""
+    packed = len(lengths) > 2
+    bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0) if packed else None
+    shape = (1, sum(lengths)) if packed else (2, lengths[0])
+    draw = torch.Generator().manual_seed(0)
+    h = torch.randn(*shape, HEADS * (2 * K + value), generator=draw).to(DEVICE).requires_grad_()
+    g = -torch.rand(*shape, HEADS, *[K] * (decay == "vector"), generator=draw).to(DEVICE)
+
+    def loss(first, v, backend, by):
+        q, k = parts_of(first, by, (HEADS * K, HEADS * K))
+        q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (q, k, v))
+        options = {"g": None if decay == "none" else g, "cu_seqlens": bounds, "backend": backend, "chunk_size": 16}
+        return linear_attention(q, k, v, **options)[0].sin().sum()
+
+    first, v = h.split((2 * HEADS * K, HEADS * value), -1)
+    want = torch.autograd.grad(loss(torch.nn.functional.silu(first), v, "triton", None), h)
+    exact = torch.autograd.grad(loss(torch.nn.functional.silu(first), v, "reference", None), h)
+    first, v = Split.apply(h, (2 * HEADS * K, HEADS * value))
+    found = loss(Silu.apply(first), v, "triton", Split.apply)
+    del copied[:]
+    for _ in range(2):
+        assert_close(torch.autograd.grad(found, h, retain_graph=True), want, rtol=0, atol=0)
+    assert_close(want, exact, rtol=0, atol=2e-5)
+    assert copied == []
+
+
+def test_silu_of_all_parts_but_the_last():
+    h = torch.randn(2, 5, 12, device=DEVICE, requires_grad=True)
+    q, k, v = split_silu(h, (4, 3, 5))
+    plain = h.split((4, 3, 5), -1)
+    assert_close([q, k, v], [torch.nn.functional.silu(plain[0]), torch.nn.functional.silu(plain[1]), plain[2]])
+    (found,) = torch.autograd.grad((q.sum() + k.square().sum() + v.sum()), h)
+    whole = [torch.nn.functional.silu(x) for x in plain[:2]]
+    (want,) = torch.autograd.grad(whole[0].sum() + whole[1].square().sum() + plain[2].sum(), h)
+    assert_close(found, want)
+
+
+def test_second_derivatives_of_silu():
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+
+    def run(x):
+        a, b = Split.apply(x, (4, 2))
+        return Silu.apply(a)[..., :2] * b
+
+    assert torch.autograd.gradcheck(run, x)
+    assert torch.autograd.gradgradcheck(run, x)
 
 
 def test_second_derivatives():

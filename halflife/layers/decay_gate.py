@@ -12,6 +12,7 @@ from halflife.layers.options import DecayChoice, Place
 from halflife.layers.parts import DecayProjection, is_watched
 from halflife.ops.laws import Product
 from halflife.packing import Packing
+from halflife.precision import compute_dtype
 
 
 class DecayGate(Mixer):
@@ -34,7 +35,8 @@ class DecayGate(Mixer):
         """The activation f of the decay, `[B, T, H]` or `[B, T, H, K]`, or if asked for also a `Product`."""
         assert self.decay is not None
         if self.decay_proj is None:  # only its shape counts
-            number = x[:, :, 0].view(*x.shape[:2], *[1] * len(self.decay.shape)) if product else x.new_zeros(())
+            ones = [1] * len(self.decay.shape)
+            number = x[:, :, 0].view(*x.shape[:2], *ones) if product else x.new_zeros((), dtype=compute_dtype(x))
             return number.expand(*x.shape[:2], *self.decay.shape)
         return self.decay_proj.product(x) if product and not is_watched(self.decay_proj) else self.decay_proj(x)
 

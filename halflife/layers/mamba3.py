@@ -20,6 +20,7 @@ from halflife.layers.mixer import LAYERS, Mixer, Shared, State, pass_features
 from halflife.layers.options import Place, Run, StepDecay
 from halflife.layers.parts import NormBeforeGate, ShortConv
 from halflife.ops.backends.split import split
+from halflife.ops.laws import Law, log_decay
 from halflife.ops.trapezoid import normed, running_angles, trapezoid_keys, trapezoid_weights
 from halflife.packing import Packing
 from halflife.position import check_pairs
@@ -280,9 +281,8 @@ class EchoMamba3(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         z, v, b, c, f, a, trapezoid, rate = split(self.in_proj(x), self.splits)
         v, conv = self.conv(v, state.get("conv"), packing)
-        f, a = (part.to(compute_dtype(part)) for part in (f, a))
-        step, passes = F.softplus(f), self.pass_backend
-        g = self.decay(f, step=step, rate=F.softplus(a))
+        step, decay_rate = (log_decay(part, Law("softplus"), with_step=True)[1] for part in (f, a))
+        g, passes = self.decay(step, step=step, rate=decay_rate), self.pass_backend
         rate = rate.unflatten(-1, (self.num_heads, -1))
         angle, last = running_angles(step, rate, state.get("angle"), False, packing, passes)
         weight, gain, last_gain = trapezoid_weights(g, step, trapezoid, None, packing, passes)

@@ -123,7 +123,10 @@ class _Products:
             self.calls.append((module, input))
         weights = [part.weight for part in self.group.get(module, ())]
         if not weights or not self.copies.issuperset(map(id, weights)):
-            return F.linear(input, module.weight, module.bias)
+            if module.bias is None or input.ndim < 3:
+                return F.linear(input, module.weight, module.bias)
+            # The product of a matrix adds the bias itself, that of a part of a tensor [B, T, D] does not.
+            return F.linear(input.flatten(0, -2), module.weight, module.bias).unflatten(0, input.shape[:-1])
         outputs = _Product.apply(input, *weights)
         self.done |= {part: (input, y) for part, y in zip(self.group[module], outputs, strict=True)}
         return self.done.pop(module)[1]

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.decay_gate import DecayGate
@@ -18,7 +17,7 @@ from halflife.layers.memory.choice import HasMemory, MemoryChoice
 from halflife.layers.mixer import LAYERS, Shared, State
 from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.layers.parts import FEATURE_MAPS, ROPE_BASE, ShortConv, is_watched, map_of_gated, rotary, turns
-from halflife.ops.backends.split import split
+from halflife.ops.backends.split import split, split_silu
 from halflife.ops.fused import l2_normalize
 from halflife.ops.recurrent import Unconvolved
 from halflife.packing import Packing
@@ -240,7 +239,7 @@ class LinearMixer(DecayGate, HasMemory):
         else:
             units = None if qkv.is_cpu or qkv.dtype != ROOMY[qkv.dtype] else self.unit_outputs
             if self.conv is None:
-                parts = split(qkv, self.splits)
+                parts = (split_silu if self.activation == "silu" else split)(qkv, self.splits)
             else:
                 given = (qkv, state.get("conv"), packing)
                 parts, new["conv"] = self.conv(*given, units=units, splits=self.splits)
@@ -295,15 +294,15 @@ class LinearMixer(DecayGate, HasMemory):
         Queries and keys are activated, normalised and encoded (2 K channels under LRPE).
 
         Args:
-            parts: the parts of the projection, after the short convolution.
+            parts: the parts of the projection, after the short convolution or SiLU.
             shared_key: of the decay, or None for projected keys.
             normed: whether queries and keys are unit vectors already.
             kept: see `parts.rotary`.
         """
         q, *projected, v = parts
-        q, v = self.activate(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)
+        q, v = self.featured(q.unflatten(-1, (self.num_key_heads, -1))), self._rows(v, self.value_dim)
         if shared_key is None:
-            k = self.activate(self._rows(projected[0], self.head_dim))
+            k = self.featured(self._rows(projected[0], self.head_dim))
         else:
             k = shared_key.to(q.dtype)
             k = torch.cat([k, k], -1) if self.position == "rope" else k
@@ -324,7 +323,6 @@ class LinearMixer(DecayGate, HasMemory):
             return x.unflatten(-1, (-1, size))
         return x.unflatten(-1, (self.update.steps, -1, size)).flatten(1, 2)
 
-    def activate(self, x: Tensor) -> Tensor:
-        """The activation of queries and keys. A short convolution has one already."""
-        x = F.silu(x) if self.activation == "silu" and self.conv is None else x
+    def featured(self, x: Tensor) -> Tensor:
+        """The feature map of queries and keys."""
         return x if self.feature_map == "none" else FEATURE_MAPS[self.feature_map](x)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.arguments import is_transformed
@@ -22,16 +23,29 @@ def split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     return x.split(sizes, -1) if plain or not x.requires_grad else Split.apply(x, sizes)  # pyright: ignore
 
 
+def split_silu(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """`x.split(sizes, -1)` with SiLU of all parts but the last one, on a GPU in one pass."""
+    if x.is_cpu:
+        *parts, last = x.split(sizes, -1)
+        return [*[F.silu(part) for part in parts], last]
+    *sizes, size = sizes
+    first, last = split(x, [sum(sizes), size])
+    return [*split(F.silu(first) if _place_of(first) is None else Silu.apply(first), sizes), last]  # pyright: ignore
+
+
 def new_gradient(x: Tensor) -> Tensor:
     """Memory for the gradient of x: a slice of that of the tensor it is a part of, or new and contiguous."""
     place = _place_of(x)
-    return x.new_empty(x.shape) if place is None else place[0].take(place[1])
+    return x.new_empty(x.shape) if place is None else place[0].take(place[1]).reshape(x.shape)
 
 
 def _place_of(x: Tensor) -> tuple[Neighbours, int] | None:
-    """The neighbours among which x is, and its place, if one of the functions that know them made it."""
-    neighbours = getattr(x.grad_fn, "neighbours", None)
-    return None if neighbours is None else (neighbours, x.output_nr)
+    """The neighbours of x, or of what it is a view of, and its place, if a function that knows them made it."""
+    made_by, place = x.grad_fn, x.output_nr
+    while made_by is not None and made_by.name() == "ViewBackward0":
+        made_by, place = made_by.next_functions[0]
+    neighbours = getattr(made_by, "neighbours", None)
+    return None if neighbours is None else (neighbours, place)
 
 
 class Split(torch.autograd.Function):
@@ -46,6 +60,22 @@ class Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
         return ctx.neighbours.joined(grads), None
+
+
+class Silu(torch.autograd.Function):
+    """`silu(x)` of a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # under create_graph=True
+            return dy * x.sigmoid() * (1 + x * (-x).sigmoid())
+        return torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=new_gradient(x))
 
 
 class Neighbours:

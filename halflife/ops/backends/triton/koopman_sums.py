@@ -18,7 +18,7 @@ from torch import Tensor
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.gates import dot, precision_of
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.segments import block
 
 PARTS = 4  # of the columns of gradients, at most, each with a program
@@ -234,5 +234,5 @@ def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *_gradients(*ctx.saved_tensors, *given, *ctx.sizes), None, None
 
 
-_gradients = declare("triton_koopman_sums_backward", _add_backward)
+_gradients = declare_gradients("triton_koopman_sums_backward", _add_backward)
 declare("triton_koopman_sums", _add).register_autograd(_grad, setup_context=_save)

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 
 SHAPES = {"softplus": 0, "logsigmoid": 1, "sigmoid": 2, "relu": 3}
 TILE = 2048  # entries of a program at once
@@ -139,7 +140,7 @@ def law_kernel(
 @triton.jit
 @no_type_check
 def _backward_kernel(
-    f, position, bias, rate, taper, dg, dstep, df, sums, rows_all, T, D, f_b, f_t, p_b, p_t, factor, least, most,
+    f, position, bias, rate, taper, dg, dstep, df, sums, rows_all, T, D, f_b, f_t, df_t, p_b, p_t, factor, least, most,
     tiles, SHAPE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -162,7 +163,7 @@ def _backward_kernel(
         if dstep is not None:
             dx += tl.load(dstep + place, mask=mask, other=0.0).to(tl.float32)
         dx = dx * slope
-        tl.store(df + place, dx.to(df.dtype.element_ty), mask=mask)
+        tl.store(df + rows[:, None] * df_t + cols[None, :], dx.to(df.dtype.element_ty), mask=mask)
         dbias += tl.sum(dx, 0)
         drate += tl.sum(dlog, 0)
         if taper is not None:
@@ -195,7 +196,7 @@ def log_decay_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of f, and of bias, rate and taper together, `[3, D]`; without these vectors it has no meaning."""
     tokens, rows, columns = blocks(f)
-    df, channels = f.new_empty(f.shape), f.shape[2]
+    df, channels = new_gradient(f), f.shape[2]
     if not f.numel():
         return df, f.new_zeros(3, channels, dtype=torch.float32)
     tiles = triton.cdiv(triton.cdiv(tokens, rows), PROGRAMS)
@@ -203,7 +204,7 @@ def log_decay_backward(
     sums = f.new_empty(programs, 3, channels, dtype=torch.float32)
     launch(_backward_kernel, (triton.cdiv(channels, columns), programs))(
         f, position, bias, rate, taper, dg, dstep, df, sums, tokens, f.shape[1], channels,
-        f.stride(0), f.stride(1), *positions(position), factor, least, limit(most), tiles,
+        f.stride(0), f.stride(1), df.stride(1), *positions(position), factor, least, limit(most), tiles,
         SHAPE=SHAPES[shape], BR=rows, BC=columns,
     )  # fmt: skip
     return df, sums[0] if bias is rate is taper is None else sums.sum(0)
@@ -241,5 +242,5 @@ def _grad(ctx: Any, dg: Tensor, dstep: Tensor) -> tuple[Any, ...]:
     return df, *vectors, *[None] * 6
 
 
-_gradients = declare("triton_log_decay_backward", log_decay_backward)
+_gradients = declare_gradients("triton_log_decay_backward", log_decay_backward)
 declare("triton_log_decay", _log_decay).register_autograd(_grad, setup_context=_save)

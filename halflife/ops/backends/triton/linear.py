@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from halflife.ops.arguments import even
+from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.gates import GATE_RANK, NONE, Gates, mode_of, precision_of
 from halflife.ops.backends.triton.launch import launch
 from halflife.ops.backends.triton.linear_grads import FOUND, grads_kernel, log_grads_kernel
@@ -87,6 +88,11 @@ def rows_of(x: Tensor) -> Tensor:
     return x if rows and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else even(x)
 
 
+def gradient_of(x: Tensor, heads: int) -> Tensor:
+    """Allocate the gradients `[B, T, H, K]` of `x [B, T, G, K]` head by head, in their place where G = H."""
+    return new_gradient(x) if x.shape[2] == heads else grads_of_heads(x, heads)
+
+
 def new_sums(q: Tensor, v: Tensor, gates: Gates) -> Tensor | None:
     """Allocate the sums of log-decays in chunks, `[numbers a token, H, B·T]`; None without decays. See `sums.py`."""
     (batch, length, heads, _), mode = v.shape, mode_of(*gates)
@@ -126,9 +132,9 @@ def _walk(
         launch(walk_kernel, (call.heads * triton.cdiv(call.v.shape[3], call.walk.columns), call.segments.count))(
             call.q, call.k, call.v, beside, call.sums, longer, *gates, call.gain,
             call.skip if beside is None and out is not None else None, entering, out, leaving, carried, states, reads,
-            *call.tail(), call.heads // max(1, call.v.shape[2]), call.heads // max(1, other.shape[2]),
-            *other.stride()[1:3], EVERY=every, BACK=back, FLIPPED=beside is not None,
-            **call.constants(call.walk),
+            *call.tail(), 0 if out is None else out.stride(1), call.heads // max(1, call.v.shape[2]),
+            call.heads // max(1, other.shape[2]), *other.stride()[1:3], EVERY=every, BACK=back,
+            FLIPPED=beside is not None, **call.constants(call.walk),
         )  # fmt: skip
 
 
@@ -191,7 +197,7 @@ def backward(
     flipped, from_end = call.flipped(do), call._replace(q=call.k, k=call.q, v=do)
     tokens, key = batch * length, q.shape[3]
     parts, columns = triton.cdiv(key, call.grads.rows), triton.cdiv(key, flipped.walk.columns)
-    dq, dk, dv = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do)
+    dq, dk, dv = gradient_of(q, heads), gradient_of(k, heads), gradient_of(v, heads)
     states = reads = found = passes = None
     new = functools.partial(q.new_empty, dtype=torch.float32)
     if call.mode != NONE:
@@ -208,7 +214,8 @@ def backward(
     if segments.count * heads:
         launch(grads_kernel, (heads * parts, segments.count))(
             call.q, call.k, call.v, do, call.sums, states, after, before, dk, dv if parts == 1 else None, found, passes,
-            reads, *numbers, skip, *grads, dskip, *call.tail(), READS=columns, **call.constants(call.grads),
+            reads, *numbers, skip, *grads, dskip, *call.tail(), dk.stride(1), dv.stride(1), READS=columns,
+            **call.constants(call.grads),
         )  # fmt: skip
         if parts > 1:
             _walk(from_end, back=True, entering=after, out=dv)
@@ -252,7 +259,7 @@ def _shared_backward(
     longer = None if every == 1 else sums
     start = initial if segments.whole else entering
     _walk(call, entering=start, states=states, every=every, longer=longer)
-    from_end, dv = call._replace(q=k, k=q, v=do), torch.empty_like(do)
+    from_end, dv = call._replace(q=k, k=q, v=do), gradient_of(call.v, heads)
     after, before, dinitial = _from_end(call, from_end, carried, initial, dfinal)
     _walk(from_end, back=True, entering=after, out=dv, leaving=before, states=after_chunks, every=every)
     each = heads_of_program(heads // groups, chunks * groups)

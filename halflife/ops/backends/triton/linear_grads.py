@@ -118,8 +118,8 @@ def grads_kernel(
     q, k, v, do, sums, states, entering, leaving, dk, dv, found, passes, reads, g_slow, g_fast, gain, skip, dg_slow,
     dg_fast, dgain, dskip, table, scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr,
     QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, STAGES: tl.constexpr, READS: tl.constexpr,
+    DKT: tl.constexpr, DVT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
+    PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """The walk from the end of a segment for one head and BK rows of its state. What is None is not read or written.
 
@@ -188,7 +188,7 @@ def grads_kernel(
                 dvs *= factors(gain, token, cc, inside, h, H)[:, None]
             if skip is not None:
                 dvs += tl.load(skip + h).to(tl.float32) * dos.to(tl.float32)
-            store(dv + (token * H + h) * V, dvs, cc, vv, inside, H * V, V, BV)
+            store(dv + token * DVT + h * V, dvs, cc, vv, inside, DVT, V, BV)
 
         vs = load(values_at, cc, vv, inside, VT, V, BV)
         dscores = dot(vs, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION)
@@ -249,7 +249,7 @@ def grads_kernel(
                     tl.store(numbers + 4 * H * TOKENS, gone, mask=inside)
         qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
         dks = dot(dscores.to(qs.dtype), qs, dks, PRECISION)
-        store(dk + (token * H + h) * K, dks, cc, kk, inside, H * K, K, BK)
+        store(dk + token * DKT + h * K, dks, cc, kk, inside, DKT, K, BK)
         weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
         weight *= scale
         weight_slow *= scale

@@ -17,8 +17,10 @@ from halflife.ops.backends.triton import interpreted, linear
 from halflife.ops.backends.triton.delta import host as delta
 from halflife.ops.backends.triton.dplr import dplr_host as dplr
 from halflife.ops.backends.triton.dplr import of_delta
+from halflife.ops.backends.triton.launch import is_traced
 from halflife.ops.backends.triton.vector import vector_host as vector
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # of the mode that records a graph
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
 
 
@@ -36,6 +38,21 @@ def declare(name: str, host: Callable[..., Any], mutates_args: Sequence[str] = (
     return op
 
 
+def declare_gradients(name: str, host: Callable[..., Any]) -> Callable[..., Any]:
+    """As `declare`, for a backward pass, whose host code itself runs where nothing traces it.
+
+    Its gradients may lie beside each other in memory (`ops.backends.split`), as results of an op of torch may not.
+    """
+    op = declare(name, host)
+
+    def run(*given: Any) -> Any:
+        tensors = (x for part in given for x in (part if isinstance(part, list) else [part]))
+        traced = torch._C._get_dispatch_mode(_PROXY) is not None or any(map(is_traced, tensors))
+        return (op if traced or torch.compiler.is_compiling() else host)(*given)
+
+    return run
+
+
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """The `setup_context` of an op whose backward pass reads its inputs, all of which are tensors or None."""
     ctx.save_for_backward(*inputs)
@@ -48,7 +65,7 @@ def differentiable(name: str, count: int, forward: Callable[..., Any], backward:
     what the backward pass reads beside them. It is `name_backward(do, dfinal, *kept, *tensors, *settings) → gradients`,
     with an empty tensor for None.
     """
-    kernels, gradients = declare(name, forward), declare(f"{name}_backward", backward)
+    kernels, gradients = declare(name, forward), declare_gradients(f"{name}_backward", backward)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.scale, ctx.chunk_size = inputs  # the last tensor is cu_seqlens

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid, softplus
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 
 
 @triton.jit
@@ -89,5 +89,5 @@ def _grad(ctx: Any, dp: Tensor, dtaper: Tensor) -> tuple[Any, ...]:
     return *_gradients(*ctx.saved_tensors, dp.contiguous(), dtaper.contiguous(), ctx.log_length), None
 
 
-_gradients = declare("triton_spectrum_backward", spectrum_backward)
+_gradients = declare_gradients("triton_spectrum_backward", spectrum_backward)
 declare("triton_spectrum", _spectrum).register_autograd(_grad, setup_context=_save)

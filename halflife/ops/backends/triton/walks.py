@@ -100,10 +100,10 @@ def factors(gain, token, cc, inside, h, H: tl.constexpr):
 def walk_kernel(
     q, k, v, beside, sums, longer, g_slow, g_fast, gain, skip, entering, out, leaving, carried, states, reads, table,
     scale, T, LENGTH, PER, TOKENS, H: tl.constexpr, SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr,
-    QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, SV: tl.constexpr,
-    SB: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, EVERY: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr, VH: tl.constexpr, OT: tl.constexpr,
+    SV: tl.constexpr, SB: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, EVERY: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, BACK: tl.constexpr, FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The walk over a segment, for one head and BV columns of its state. What is None is not read or written.
 
@@ -193,7 +193,7 @@ def walk_kernel(
                 o *= factors(gain, token, cc, inside, h, H)[:, None]
             if skip is not None:  # of a rounded sum, which holds fewer registers
                 o = o.to(vs.dtype).to(tl.float32) + tl.load(skip + h).to(tl.float32) * vs.to(tl.float32)
-            store(out + (token * H + h) * V, o, cc, vv, inside, H * V, V, BV)
+            store(out + token * OT + h * V, o, cc, vv, inside, OT, V, BV)
         kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
         if BACK:
             left, left_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)

@@ -15,7 +15,7 @@ from torch import Tensor
 from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.keys import channels_of, tiles_of, tokens_of
 from halflife.ops.backends.triton.passes.rows import as_rows, entries, gradient_of, rows_of_tokens
 
@@ -108,7 +108,7 @@ def _erase_grad(ctx: Any, dread: Tensor, dwritten: Tensor) -> tuple[Any, ...]:
     return *_of_erase(dread.contiguous(), dwritten.contiguous(), *ctx.saved_tensors, ctx.most), None
 
 
-_of_erase = declare("triton_erase_write_backward", _erase_write_backward)
+_of_erase = declare_gradients("triton_erase_write_backward", _erase_write_backward)
 declare("triton_erase_write", _erase_write).register_autograd(_erase_grad, setup_context=_erase_save)
 
 
@@ -234,5 +234,5 @@ def _feedback_grad(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
     return dq, dk, dlogits, sums[0].to(share.dtype), sums[1].to(output.dtype), None, None, None
 
 
-_of_feedback = declare("triton_feedback_keys_backward", _feedback_backward)
+_of_feedback = declare_gradients("triton_feedback_keys_backward", _feedback_backward)
 declare("triton_feedback_keys", _feedback).register_autograd(_feedback_grad, setup_context=_feedback_save)

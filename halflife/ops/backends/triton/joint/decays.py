@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import SHAPES, blocks, limit, log_decay_backward, positions, put_law
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.convolution import convolve, convolve_backward, tile
 from halflife.ops.backends.triton.post import block_of, spectrum_backward, spectrum_kernel
 from halflife.precision import ROOMY
@@ -146,5 +146,5 @@ def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return df, *vectors, None, *of_spectrum, of_logits, *of_slow, *[None] * 8
 
 
-_gradients = declare("triton_gates_backward", _gates_backward)
+_gradients = declare_gradients("triton_gates_backward", _gates_backward)
 declare("triton_gates", _gates).register_autograd(_grad, setup_context=_save)

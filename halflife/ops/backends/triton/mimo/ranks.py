@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare, save_inputs
+from halflife.ops.backends.triton.op import declare, declare_gradients, save_inputs
 from halflife.ops.backends.triton.passes.keys import channels_of, numbers, tokens_of
 from halflife.ops.backends.triton.passes.rows import contiguous, entries, rows_of_tokens
 
@@ -309,7 +309,7 @@ def _outputs_grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return tuple(d if d.dtype == x.dtype else d.to(x.dtype) for d, x in zip(found, tensors, strict=True))
 
 
-_of_products = declare("triton_mimo_products_backward", _products_backward)
-_of_outputs = declare("triton_mimo_output_backward", _outputs_backward)
+_of_products = declare_gradients("triton_mimo_products_backward", _products_backward)
+_of_outputs = declare_gradients("triton_mimo_output_backward", _outputs_backward)
 declare("triton_mimo_output", _outputs).register_autograd(_outputs_grad, setup_context=save_inputs)
 declare("triton_mimo_products", _products).register_autograd(_products_grad, setup_context=save_inputs)

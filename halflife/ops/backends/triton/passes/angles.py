@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.passes.rows import evenly
 
@@ -183,5 +183,5 @@ def _angles_grad(ctx: Any, dangle: Tensor | None, dlast: Tensor | None) -> tuple
     return dstep, drate, None if first is None else dfirst, None, None
 
 
-_of_angles = declare("triton_running_angles_backward", _angles_backward)
+_of_angles = declare_gradients("triton_running_angles_backward", _angles_backward)
 declare("triton_running_angles", _angles).register_autograd(_angles_grad, setup_context=_angles_save)

@@ -16,7 +16,7 @@ from torch import Tensor
 from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.rows import as_rows, gradient_of, sequence_of, sequence_of_state
 
 COLUMNS, ENTRIES = 64, 1024  # channels of a tile, and its tokens times channels
@@ -310,5 +310,5 @@ def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dx, dweight, dbias, dstate if of_state else None, *[None] * 6
 
 
-_gradients = declare("triton_conv_backward", convolve_backward)
+_gradients = declare_gradients("triton_conv_backward", convolve_backward)
 declare("triton_conv", _convolve).register_autograd(_grad, setup_context=_save)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.rows import as_rows
 
 BLOCK = 4096  # logits of a program at once
@@ -126,6 +126,6 @@ def _grad(ctx: Any, dlosses: Tensor, *_: Any) -> tuple[Tensor, None, None]:
     return _gradient(dlosses.contiguous(), *ctx.saved_tensors, ctx.ignored), None, None
 
 
-_gradient = declare("triton_cross_entropy_backward", _backward)
+_gradient = declare_gradients("triton_cross_entropy_backward", _backward)
 declare("triton_cross_entropy_errors", _errors, mutates_args=("logits",))
 declare("triton_cross_entropy", _cross_entropy).register_autograd(_grad, setup_context=_save)

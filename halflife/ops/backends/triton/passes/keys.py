@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare, save_inputs
+from halflife.ops.backends.triton.op import declare, declare_gradients, save_inputs
 from halflife.ops.backends.triton.passes.rows import contiguous, entries, gradient_of, rows_of_tokens
 
 TILE = 1024  # entries of a program at once
@@ -172,7 +172,7 @@ def _grad(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
     return dkey, drate, None if tensors[2] is None else dr, *found, *[None] * (5 - len(found))
 
 
-_gradients = declare("triton_rwkv7_keys_backward", _keys_backward)
+_gradients = declare_gradients("triton_rwkv7_keys_backward", _keys_backward)
 declare("triton_rwkv7_keys", _keys).register_autograd(_grad, setup_context=_save)
 
 
@@ -242,5 +242,5 @@ def _values_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
     return *found, dbias.to(given[3].dtype)
 
 
-_of_values = declare("triton_rwkv7_values_backward", _values_backward)
+_of_values = declare_gradients("triton_rwkv7_values_backward", _values_backward)
 declare("triton_rwkv7_values", _values).register_autograd(_values_grad, setup_context=save_inputs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.rows import contiguous, gradient_of, sum_dtype
 from halflife.ops.backends.triton.segments import architecture
 
@@ -303,5 +303,5 @@ def _grad(ctx: Any, douts: list[Tensor | None]) -> tuple[Any, ...]:
     return dx, None if before is None else dbefore, dmu, dbranch, *of_norm, None, None, None
 
 
-_gradients = declare("triton_token_mix_backward", _mixed_backward)
+_gradients = declare_gradients("triton_token_mix_backward", _mixed_backward)
 declare("triton_token_mix", _mixed).register_autograd(_grad, setup_context=_save)

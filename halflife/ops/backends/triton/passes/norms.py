@@ -20,7 +20,7 @@ from torch import Tensor
 from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.rows import as_rows, entries, gradient_of, rows_of_tokens
 
 GATES = {"none": 0, "silu_before": 1, "sigmoid_before": 2, "silu_after": 3, "sigmoid_after": 4}
@@ -305,7 +305,7 @@ def _of_parameters(sums: Tensor, weight: Any, dx: Any, scale: Any) -> tuple[Any,
 
 
 declare("triton_norm_again", _norm_again)
-_gradients = declare("triton_norm_backward", _norm_backward)
+_gradients = declare_gradients("triton_norm_backward", _norm_backward)
 declare("triton_norm", _norm).register_autograd(_grad, setup_context=_save)
 
 
@@ -325,5 +325,5 @@ def _add_grad(ctx: Any, dtotal: Tensor | None, dout: Tensor | None) -> tuple[Any
     return dx, dy if dy.numel() else dx, sums[0].to(weight.dtype), None, None
 
 
-_add_gradients = declare("triton_add_norm_backward", _add_norm_backward)
+_add_gradients = declare_gradients("triton_add_norm_backward", _add_norm_backward)
 declare("triton_add_norm", _add_norm).register_autograd(_add_grad, setup_context=_add_save)

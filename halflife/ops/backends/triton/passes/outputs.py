@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.keys import channels_of, numbers, tiles_of, tokens_of
 from halflife.ops.backends.triton.passes.rows import entries, gradient_of, rows_of_tokens
 
@@ -118,5 +118,5 @@ def _grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return *found, sums[0].to(weight.dtype), sums[1].to(bias.dtype), None, None
 
 
-_gradients = declare("triton_rwkv7_output_backward", _output_backward)
+_gradients = declare_gradients("triton_rwkv7_output_backward", _output_backward)
 declare("triton_rwkv7_output", _output).register_autograd(_grad, setup_context=_save)

@@ -12,7 +12,7 @@ from torch import Tensor
 from halflife.ops.arguments import dense
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare, save_inputs
+from halflife.ops.backends.triton.op import declare, declare_gradients, save_inputs
 from halflife.ops.backends.triton.passes.norms import TILE
 from halflife.ops.backends.triton.passes.rows import as_rows, entries
 
@@ -96,7 +96,7 @@ def _swiglu_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     return da.to(a.dtype), db.to(b.dtype)
 
 
-_of_swiglu = declare("triton_swiglu_backward", _swiglu_backward)
+_of_swiglu = declare_gradients("triton_swiglu_backward", _swiglu_backward)
 declare("triton_swiglu_again", _swiglu_again)
 declare("triton_swiglu", _swiglu).register_autograd(_swiglu_grad, setup_context=save_inputs)
 
@@ -162,7 +162,7 @@ def _scale_grad(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     return _of_scale(dout.contiguous(), *ctx.saved_tensors)
 
 
-_of_scale = declare("triton_scale_heads_backward", _scale_heads_backward)
+_of_scale = declare_gradients("triton_scale_heads_backward", _scale_heads_backward)
 declare("triton_scale_heads", _scale_heads).register_autograd(_scale_grad, setup_context=save_inputs)
 
 
@@ -268,5 +268,5 @@ def _square_grad(ctx: Any, dout: Tensor) -> Tensor:
     return _of_square(dout.contiguous(), *ctx.saved_tensors)
 
 
-_of_square = declare("triton_relu_square_backward", _square_backward)
+_of_square = declare_gradients("triton_relu_square_backward", _square_backward)
 declare("triton_relu_square", _square).register_autograd(_square_grad, setup_context=save_inputs)

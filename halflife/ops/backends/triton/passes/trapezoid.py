@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.passes.rows import as_rows, contiguous
 from halflife.ops.backends.triton.passes.weights import neighbours, of_first, rows_and_sequences, states_like
@@ -325,5 +325,5 @@ def _grad(ctx: Any, douts: list[Tensor | None]) -> tuple[Any, ...]:
     return dc, db, dv, dangle, *parameters, *firsts, None, None, None
 
 
-_gradients = declare("triton_trapezoid_keys_backward", _keys_backward)
+_gradients = declare_gradients("triton_trapezoid_keys_backward", _keys_backward)
 declare("triton_trapezoid_keys", _keys).register_autograd(_grad, setup_context=_save)

@@ -12,7 +12,7 @@ from torch import Tensor
 from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid
-from halflife.ops.backends.triton.op import declare, save_inputs
+from halflife.ops.backends.triton.op import declare, declare_gradients, save_inputs
 from halflife.ops.backends.triton.passes.rows import entries, evenly, rows_of_tokens, sequence_of
 
 TILE, WEIGHTS = 2048, 512  # entries of a program of outputs, and of weights
@@ -173,7 +173,7 @@ def _weights_grad(ctx: Any, dweight: Tensor | None, dgain: Tensor | None, dlast:
     return dg.to(g.dtype), dstep.to(step.dtype), dshare, None if first is None else dfirst, None
 
 
-_of_weights = declare("triton_trapezoid_weights_backward", _weights_backward)
+_of_weights = declare_gradients("triton_trapezoid_weights_backward", _weights_backward)
 declare("triton_trapezoid_weights", _weights).register_autograd(_weights_grad, setup_context=_weights_save)
 
 
@@ -287,5 +287,5 @@ def _output_grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return do, dv, ddot.to(dot.dtype), dgain.to(gain.dtype), dskip, None if z is None else dz
 
 
-_of_output = declare("triton_trapezoid_output_backward", _output_backward)
+_of_output = declare_gradients("triton_trapezoid_output_backward", _output_backward)
 declare("triton_trapezoid_output", _output).register_autograd(_output_grad, setup_context=save_inputs)

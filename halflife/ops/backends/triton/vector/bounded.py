@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import PROGRAMS, blocks, log1p, sigmoid, softplus
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
+from halflife.ops.backends.triton.passes.rows import as_rows
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def _bounded_kernel(
 @triton.jit
 @no_type_check
 def _bounded_back_kernel(
-    f, bound, dg, dkey, df, sums, rows_all, T, D, f_b, f_t, tiles, BR: tl.constexpr, BC: tl.constexpr
+    f, bound, dg, dkey, df, sums, rows_all, T, D, f_b, f_t, df_t, tiles, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
     dbound = tl.zeros([BC], tl.float32)
@@ -69,7 +71,7 @@ def _bounded_back_kernel(
         else:
             d = d / (least + (1 - least) * share)
             dx = (d - of_key) * (1 - least) * share * rest
-        tl.store(df + place, dx.to(df.dtype.element_ty), mask=inside)
+        tl.store(df + rows[:, None] * df_t + cols[None, :], dx.to(df.dtype.element_ty), mask=inside)
         dbound += tl.sum((d - of_key) * rest, 0)
     if bound is not None:
         tl.store(sums + tl.program_id(1).to(tl.int64) * D + cols, dbound, mask=cols < D)
@@ -92,11 +94,11 @@ def _bounded_backward(dg: Tensor, dkey: Tensor | None, f: Tensor, bound: Tensor 
     tokens, rows, columns = blocks(f)
     tiles = max(1, triton.cdiv(triton.cdiv(tokens, rows), PROGRAMS))
     programs = triton.cdiv(tokens, rows * tiles)
-    df, sums = f.new_empty(f.shape), f.new_empty(programs, 0 if bound is None else f.shape[2], dtype=torch.float32)
+    df, sums = new_gradient(f), f.new_empty(programs, 0 if bound is None else f.shape[2], dtype=torch.float32)
     if f.numel():
         launch(_bounded_back_kernel, (triton.cdiv(f.shape[2], columns), programs))(
-            f, bound, dg, dkey, df, sums, tokens, f.shape[1], f.shape[2], f.stride(0), f.stride(1), tiles,
-            BR=rows, BC=columns,
+            f, bound, dg, dkey, df, sums, tokens, f.shape[1], f.shape[2], f.stride(0), f.stride(1),
+            as_rows(df, f.shape[2])[1], tiles, BR=rows, BC=columns,
         )  # fmt: skip
     return df, sums.sum(0)
 
@@ -113,5 +115,5 @@ def _grad(ctx: Any, dg: Tensor, dkey: Tensor) -> tuple[Any, ...]:
     return df, None if bound is None else dbound, None
 
 
-_gradients = declare("triton_bounded_decay_backward", _bounded_backward)
+_gradients = declare_gradients("triton_bounded_decay_backward", _bounded_backward)
 declare("triton_bounded_decay", _bounded).register_autograd(_grad, setup_context=_save)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import log1p, sigmoid
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.rows import as_rows, entries
 
 TILE = 2048  # entries of a program at once
@@ -123,5 +123,5 @@ def _grad(ctx: Any, dg: Tensor, dwritten: Tensor) -> tuple[Any, ...]:
     return *_gradients(dg.contiguous(), dwritten.contiguous(), *ctx.saved_tensors), None
 
 
-_gradients = declare("triton_longhorn_keys_backward", _longhorn_backward)
+_gradients = declare_gradients("triton_longhorn_keys_backward", _longhorn_backward)
 declare("triton_longhorn_keys", _longhorn).register_autograd(_grad, setup_context=_save)

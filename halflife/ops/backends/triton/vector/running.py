@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halflife.ops.backends.split import new_gradient
 from halflife.ops.backends.triton.launch import launch, only_first_derivatives
 from halflife.ops.backends.triton.laws import sigmoid, softplus
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.passes.angles import span, tanh
 from halflife.ops.backends.triton.passes.rows import as_rows
 
@@ -89,7 +90,7 @@ def _gradients_of(g, dg, dkey, place, inside):
 @triton.jit
 @no_type_check
 def _running_back_kernel(
-    g, dg, dkey, dlast, cu_seqlens, df, dfirst, T, D, BR: tl.constexpr, BC: tl.constexpr
+    g, dg, dkey, dlast, cu_seqlens, df, dfirst, T, D, df_t, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """The gradients of one sequence, from the last tile to the first; `later` is that of the logsumexp after a tile."""
     groups = tl.cdiv(D, BC)
@@ -111,7 +112,7 @@ def _running_back_kernel(
         decay, added = tl.associative_scan((decay, d * key), 0, _followed, reverse=True)
         of_seen = added + decay * later[None, :]  # the gradient of the logsumexp after each token
         decay, key, d = _gradients_of(g, dg, dkey, place, inside)
-        tl.store(df + place, (key * (of_seen - d)).to(df.dtype.element_ty), mask=inside)
+        tl.store(df + rows[:, None] * df_t + cols[None, :], (key * (of_seen - d)).to(df.dtype.element_ty), mask=inside)
         of_seen = decay * of_seen + d * key
         later = tl.sum(tl.where((rows == tl.maximum(start, end - BR))[:, None], of_seen, 0.0), 0)
     if dfirst is not None:
@@ -146,35 +147,35 @@ def _running(
 
 
 def _running_backward(
-    dg: Tensor, dlast: Tensor | None, dkey: Tensor | None, g: Tensor, first: Tensor | None, cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
+    dg: Tensor, dlast: Tensor | None, dkey: Tensor | None, g: Tensor, f: Tensor, first: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of f and of the first logsumexp, which has no entries for None."""
     _, grid, sizes, tile = _grid(g, cu_seqlens)
-    df, dfirst = g.new_empty(g.shape, dtype=dtype), g.new_empty(0 if first is None else first.shape)
+    df, dfirst = new_gradient(f), g.new_empty(0 if first is None else first.shape)
     if grid[0]:
         launch(_running_back_kernel, grid)(
-            g, dg, dkey, dlast, cu_seqlens, df, None if first is None else dfirst, *sizes, **tile
-        )
+            g, dg, dkey, dlast, cu_seqlens, df, None if first is None else dfirst, *sizes,
+            as_rows(df, sizes[1])[1], **tile,
+        )  # fmt: skip
     return df, dfirst
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    f, *firsts, _, ctx.with_key = inputs
-    ctx.save_for_backward(output[0], *firsts)
-    ctx.dtype = f.dtype
+    *tensors, _, ctx.with_key = inputs
+    ctx.save_for_backward(output[0], *tensors)
     ctx.set_materialize_grads(False)  # a training step does not use the last logsumexp
 
 
 def _grad(ctx: Any, dg: Tensor | None, dlast: Tensor | None, dkey: Tensor | None) -> tuple[Any, ...]:
     only_first_derivatives()
-    g, first, bounds = ctx.saved_tensors
+    g, f, first, bounds = ctx.saved_tensors
     dg = torch.zeros_like(g) if dg is None else dg
     of_key = dkey.contiguous() if dkey is not None and ctx.with_key else None
     of_last = None if dlast is None else dlast.contiguous()
-    df, dfirst = _gradients(dg.contiguous(), of_last, of_key, g, first, bounds, ctx.dtype)
+    df, dfirst = _gradients(dg.contiguous(), of_last, of_key, g, f, first, bounds)
     return df, None if first is None else dfirst, None, None, None
 
 
-_gradients = declare("triton_running_decay_backward", _running_backward)
+_gradients = declare_gradients("triton_running_decay_backward", _running_backward)
 declare("triton_running_decay", _running).register_autograd(_grad, setup_context=_save)

@@ -46,8 +46,9 @@ def store_transposed(at, value, rows, cols, K: tl.constexpr, V: tl.constexpr):
 def walk_kernel(
     q, k, v, g, entering, out, leaving, carried, states, table, scale, T, LENGTH, PER, H: tl.constexpr,
     SQ: tl.constexpr, SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr,
-    VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    VT: tl.constexpr, VH: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    LEVELS: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The walk over a segment, for one head and BV columns of its state. What is None is not read or written.
 
@@ -98,7 +99,7 @@ def walk_kernel(
             wide = beside_state(reads.to(DTYPE))
             o = dot(wide, tl.trans(state.to(wide.dtype)), tl.zeros([C, BV], tl.float32), PRECISION)
             o = dot((scores * scale).to(DTYPE), vs, o, PRECISION)
-            store(out + (token * H + h) * V, o, cc, vv, inside, H * V, V, BV)
+            store(out + token * OT + h * V, o, cc, vv, inside, OT, V, BV)
         total = total_of(given, gs)
         writes = ks.to(tl.float32) * weights(upto if BACK else after, parts, PRECISION)
         if BACK:

@@ -37,8 +37,8 @@ from halflife.ops.backends.triton.walks import beside_state, load, store
 def grads_kernel(
     q, k, v, do, g, states, after, dq, dk, dg, table, scale, T, LENGTH, PER, H: tl.constexpr, SQ: tl.constexpr,
     SK: tl.constexpr, QT: tl.constexpr, QH: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, VT: tl.constexpr,
-    VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr,
+    VH: tl.constexpr, DQT: tl.constexpr, DKT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One chunk and head, and BK rows of its state. `states` enter the chunks, and `after` are gradients of those that
     leave them, which are `[V, K]` if TURNED, else `[K, V]`."""
@@ -99,6 +99,6 @@ def grads_kernel(
         dgs += sums(level_grads(cc, cc, level), summed_grads(found * rows, DTYPE), PRECISION)
     dgs += (tl.exp(tl.sum(gs, 0)) * carried)[None, :]
     dgs = tl.where(given.to(tl.float32) < FLOOR, 0.0, dgs)
-    store(dq + row, dqs, cc, kk, inside, H * K, K, BK)
-    store(dk + row, dks, cc, kk, inside, H * K, K, BK)
+    store(dq + token * DQT + h * K, dqs, cc, kk, inside, DQT, K, BK)
+    store(dk + token * DKT + h * K, dks, cc, kk, inside, DKT, K, BK)
     store(dg + row, dgs, cc, kk, inside, H * K, K, BK)

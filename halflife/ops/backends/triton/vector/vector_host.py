@@ -10,14 +10,13 @@ from torch import Tensor
 
 from halflife.ops.backends.triton.gates import precision_of
 from halflife.ops.backends.triton.launch import launch
-from halflife.ops.backends.triton.linear import outputs, rows_of, scan
+from halflife.ops.backends.triton.linear import gradient_of, outputs, rows_of, scan
 from halflife.ops.backends.triton.passes.parts import sums_of_parts
 from halflife.ops.backends.triton.segments import Segments, architecture, block, make_segments
 from halflife.ops.backends.triton.vector.prepare import prepare_kernel
 from halflife.ops.backends.triton.vector.small_walk import walk_kernel as small_walk_kernel
 from halflife.ops.backends.triton.vector.vector_grads import grads_kernel
 from halflife.ops.backends.triton.vector.vector_walk import walk_kernel
-from halflife.ops.chunked.groups import grads_of_heads
 
 VECTOR = 3  # the mode of `segments.scan_kernel`
 
@@ -125,21 +124,21 @@ def _walk(
     if not call.segments.count * call.heads:
         return
     grid = call.heads * triton.cdiv(value, tiles.columns), call.segments.count
-    v, precision = call.v if do is None else do, precision_of(call.q)
+    v, precision, row = call.v if do is None else do, precision_of(call.q), 0 if out is None else out.stride(1)
     written, stages = (entering, out, leaving, carried, states), 1 if precision == "ieee" else 2
     if given is None:
         q, k = (call.q, call.k) if do is None else (call.k, call.q)
         launch(small_walk_kernel, grid)(
             q, k, v, call.g, *written, call.segments.table, call.scale, *call.places(), *_shared(q, k, call.heads),
-            v.stride(1), v.stride(2), key, value, tiles.chunk, call.levels, do is not None, precision, tiles.keys,
-            tiles.columns, stages, num_warps=4,
+            v.stride(1), v.stride(2), row, key, value, tiles.chunk, call.levels, do is not None, precision,
+            tiles.keys, tiles.columns, stages, num_warps=4,
         )  # fmt: skip
     else:
         reads, writes = (given.reads, given.writes) if do is None else (given.writes, given.reads)
         launch(walk_kernel, grid)(
             reads, writes, v, given.pairs, given.totals, *written, call.segments.table, *call.places(), v.stride(1),
-            v.stride(2), key, value, tiles.chunk, do is not None, precision, block(key, 256), tiles.columns, stages,
-            num_warps=4,
+            v.stride(2), row, key, value, tiles.chunk, do is not None, precision, block(key, 256), tiles.columns,
+            stages, num_warps=4,
         )  # fmt: skip
 
 
@@ -161,7 +160,7 @@ def backward(
     q, k, v, segments, heads, tiles, key = call.q, call.k, call.v, call.segments, call.heads, call.tiles, q.shape[3]
     narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     states, after = (call.new_states(call.slots(), narrow) for _ in range(2))
-    dq, dk, dv, dg = grads_of_heads(q, heads), grads_of_heads(k, heads), torch.empty_like(do), torch.empty_like(g)
+    dq, dk, dv, dg = *(gradient_of(x, heads) for x in (q, k, v)), torch.empty_like(g)
     if segments.whole:
         dinitial = None if initial is None else torch.empty_like(initial)
         _walk(call, entering=initial, states=states)
@@ -176,8 +175,8 @@ def backward(
         chunks = segments.count * (segments.length // tiles.chunk)
         launch(grads_kernel, (chunks * heads * triton.cdiv(key, tiles.keys),))(
             q, k, v, do, g, states, after, dq, dk, dg, segments.table, scale, *call.places(), *_shared(q, k, heads),
-            v.stride(1), v.stride(2), key, v.shape[3], tiles.chunk, call.levels, precision_of(q),
-            tiles.keys, tiles.values, call.prepared is None, num_warps=4,
+            v.stride(1), v.stride(2), dq.stride(1), dk.stride(1), key, v.shape[3], tiles.chunk, call.levels,
+            precision_of(q), tiles.keys, tiles.values, call.prepared is None, num_warps=4,
         )  # fmt: skip
     dq, dk = sums_of_parts((dq, q, key), (dk, k, key))
     return dq, dk, dv, dg, dinitial

@@ -22,8 +22,8 @@ from halflife.ops.backends.triton.walks import beside_state, load, load_state, s
 @no_type_check
 def walk_kernel(
     reads, writes, v, pairs, totals, entering, out, leaving, carried, states, table, T, LENGTH, PER, H: tl.constexpr,
-    VT: tl.constexpr, VH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BACK: tl.constexpr,
-    PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    VT: tl.constexpr, VH: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The walk over a segment, for one head and BV columns of its state. What is None is not read or written.
 
@@ -59,7 +59,7 @@ def walk_kernel(
             scores = load(pairs + (token * H + h) * C, cc, cc, inside, H * C, C, C)
             o = dot(wide, state.to(wide.dtype), tl.zeros([C, BV], tl.float32), PRECISION)
             o = dot(tl.trans(scores) if BACK else scores, vs, o, PRECISION)
-            store(out + (token * H + h) * V, o, cc, vv, inside, H * V, V, BV)
+            store(out + token * OT + h * V, o, cc, vv, inside, OT, V, BV)
         state = dot(tl.trans(ws), vs, tl.exp(total)[:, None] * state, PRECISION)
         passed += total
     if leaving is not None:
