@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from pairwise import slow_beyond
 from torch.testing import assert_close
 
 from halflife.ops import causal_conv1d, fused, linear_attention
@@ -110,11 +111,11 @@ def test_gradients_that_a_hook_replaces_and_parts_without(given):
 HEADS, K = 2, 16
 
 
-@pytest.mark.parametrize("value", [16, 40])
+@pytest.mark.parametrize("value", slow_beyond([16], [16, 40]))
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
-@pytest.mark.parametrize("lengths", [(19, 19), (5, 0, 33)])
+@pytest.mark.parametrize("lengths", [(19, 19), (1, 1), (5, 0, 33)])
 def test_gradients_of_heads_in_place(copied, decay, value, lengths):
-    """Of queries and keys after SiLU, and of values: nothing is copied."""
+    """Of queries and keys after SiLU, and of values. None is copied, but of single tokens, whose strides may differ."""
     packed = len(lengths) > 2
     bounds = torch.tensor([0, *lengths], device=DEVICE).cumsum(0) if packed else None
     shape = (1, sum(lengths)) if packed else (2, lengths[0])
@@ -137,7 +138,7 @@ def test_gradients_of_heads_in_place(copied, decay, value, lengths):
     for _ in range(2):
         assert_close(torch.autograd.grad(found, h, retain_graph=True), want, rtol=0, atol=0)
     assert_close(want, exact, rtol=0, atol=2e-5)
-    assert copied == []
+    assert lengths == (1, 1) or copied == []
 
 
 def test_silu_of_all_parts_but_the_last():

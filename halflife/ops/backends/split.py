@@ -25,7 +25,7 @@ def split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 def split_silu(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """`x.split(sizes, -1)` with SiLU of all parts but the last one, on a GPU in one pass."""
-    if x.is_cpu:
+    if x.is_cpu or torch.compiler.is_compiling():
         *parts, last = x.split(sizes, -1)
         return [*[F.silu(part) for part in parts], last]
     *sizes, size = sizes
@@ -35,8 +35,13 @@ def split_silu(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 def new_gradient(x: Tensor) -> Tensor:
     """Memory for the gradient of x: a slice of that of the tensor it is a part of, or new and contiguous."""
-    place = _place_of(x)
-    return x.new_empty(x.shape) if place is None else place[0].take(place[1]).reshape(x.shape)
+    if (place := _place_of(x)) is None:
+        return x.new_empty(x.shape)
+    slot = place[0].take(place[1])
+    if slot.shape[:2] != x.shape[:2]:
+        return slot.reshape(x.shape)
+    heads = x.new_empty(x.shape[2:], device="meta").stride()  # a view may change the stride of a single token
+    return slot.as_strided(x.shape, (*slot.stride()[:2], *heads))
 
 
 def _place_of(x: Tensor) -> tuple[Neighbours, int] | None:
@@ -116,7 +121,9 @@ class Neighbours:
         there: list[bool] = []
         if memory is not None:
             there = [is_at(d, slot) for d, slot in zip(given, memory.split(self.sizes, -1), strict=True)]
-        if memory is None or not all(there[place] for place in taken):
+        kept = sum(size for size, known in zip(self.sizes, there, strict=False) if known)
+        little = kept * 8 < sum(self.sizes) and self.outer is None  # one launch copies all, and two what is around it
+        if memory is None or little or not all(there[place] for place in taken):
             memory, there = self.new(), [False] * len(given)
         end, waiting = 0, []
         for d, known, size in zip([*given, None], [*there, True], [*self.sizes, 0], strict=True):

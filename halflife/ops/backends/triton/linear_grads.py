@@ -19,7 +19,16 @@ import triton.language as tl
 from halflife.ops.backends.triton.gates import dot, log_grads_of_sums, pair_sums, put_log_grad
 from halflife.ops.backends.triton.segments import chunk_tokens, segment_tokens
 from halflife.ops.backends.triton.sums import stored_carries, stored_decays, stored_leaves, stored_reads
-from halflife.ops.backends.triton.walks import beside_state, factors, load, load_state, store, store_state, weighted
+from halflife.ops.backends.triton.walks import (
+    beside_state,
+    factors,
+    head_of,
+    load,
+    load_state,
+    store,
+    store_state,
+    weighted,
+)
 
 FOUND = (0, 2, 5)  # numbers a token that gradients of log-decays are sums of, by MODE
 
@@ -188,7 +197,7 @@ def grads_kernel(
                 dvs *= factors(gain, token, cc, inside, h, H)[:, None]
             if skip is not None:
                 dvs += tl.load(skip + h).to(tl.float32) * dos.to(tl.float32)
-            store(dv + token * DVT + h * V, dvs, cc, vv, inside, DVT, V, BV)
+            store(head_of(dv, token, h, H, V, DVT), dvs, cc, vv, inside, DVT, V, BV)
 
         vs = load(values_at, cc, vv, inside, VT, V, BV)
         dscores = dot(vs, tl.trans(dos), tl.zeros([C, C], tl.float32), PRECISION)
@@ -249,7 +258,7 @@ def grads_kernel(
                     tl.store(numbers + 4 * H * TOKENS, gone, mask=inside)
         qs = load(q + token * QT + (h // SQ) * QH, cc, kk, inside, QT, K, BK)
         dks = dot(dscores.to(qs.dtype), qs, dks, PRECISION)
-        store(dk + token * DKT + h * K, dks, cc, kk, inside, DKT, K, BK)
+        store(head_of(dk, token, h, H, K, DKT), dks, cc, kk, inside, DKT, K, BK)
         weight, weight_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)
         weight *= scale
         weight_slow *= scale

@@ -49,6 +49,15 @@ def store(at, value, rows, cols, inside, stride, SIZE: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 @no_type_check
+def head_of(x, token, h, H: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """Where a head of a token starts among rows that are STRIDE apart. Contiguous ones need fewer registers."""
+    if STRIDE == H * SIZE:
+        return x + (token * H + h) * SIZE
+    return x + token * STRIDE + h * SIZE
+
+
+@triton.jit
+@no_type_check
 def load_state(at, rows, cols, K: tl.constexpr, V: tl.constexpr):
     """Load a block of a state `[K, V]`."""
     return tl.load(at + rows[:, None] * V + cols[None, :], mask=(rows < K)[:, None] & (cols < V)[None, :], other=0.0)
@@ -193,7 +202,7 @@ def walk_kernel(
                 o *= factors(gain, token, cc, inside, h, H)[:, None]
             if skip is not None:  # of a rounded sum, which holds fewer registers
                 o = o.to(vs.dtype).to(tl.float32) + tl.load(skip + h).to(tl.float32) * vs.to(tl.float32)
-            store(out + token * OT + h * V, o, cc, vv, inside, OT, V, BV)
+            store(head_of(out, token, h, H, V, OT), o, cc, vv, inside, OT, V, BV)
         kept, joined, stays = stored_carries(at, H * TOKENS, size, MODE)
         if BACK:
             left, left_slow = stored_reads(at, H * TOKENS, cc, inside, C, MODE)

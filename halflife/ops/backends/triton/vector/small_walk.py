@@ -22,7 +22,7 @@ from halflife.ops.backends.triton.vector.levels import (
     total_of,
     weights,
 )
-from halflife.ops.backends.triton.walks import beside_state, load, store, store_state
+from halflife.ops.backends.triton.walks import beside_state, head_of, load, store, store_state
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def walk_kernel(
             wide = beside_state(reads.to(DTYPE))
             o = dot(wide, tl.trans(state.to(wide.dtype)), tl.zeros([C, BV], tl.float32), PRECISION)
             o = dot((scores * scale).to(DTYPE), vs, o, PRECISION)
-            store(out + token * OT + h * V, o, cc, vv, inside, OT, V, BV)
+            store(head_of(out, token, h, H, V, OT), o, cc, vv, inside, OT, V, BV)
         total = total_of(given, gs)
         writes = ks.to(tl.float32) * weights(upto if BACK else after, parts, PRECISION)
         if BACK:

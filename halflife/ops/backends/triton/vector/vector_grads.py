@@ -29,7 +29,7 @@ from halflife.ops.backends.triton.vector.levels import (
     sums,
     weights,
 )
-from halflife.ops.backends.triton.walks import beside_state, load, store
+from halflife.ops.backends.triton.walks import beside_state, head_of, load, store
 
 
 @triton.jit
@@ -99,6 +99,6 @@ def grads_kernel(
         dgs += sums(level_grads(cc, cc, level), summed_grads(found * rows, DTYPE), PRECISION)
     dgs += (tl.exp(tl.sum(gs, 0)) * carried)[None, :]
     dgs = tl.where(given.to(tl.float32) < FLOOR, 0.0, dgs)
-    store(dq + token * DQT + h * K, dqs, cc, kk, inside, DQT, K, BK)
-    store(dk + token * DKT + h * K, dks, cc, kk, inside, DKT, K, BK)
+    store(head_of(dq, token, h, H, K, DQT), dqs, cc, kk, inside, DQT, K, BK)
+    store(head_of(dk, token, h, H, K, DKT), dks, cc, kk, inside, DKT, K, BK)
     store(dg + row, dgs, cc, kk, inside, H * K, K, BK)

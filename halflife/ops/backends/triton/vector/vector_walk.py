@@ -15,7 +15,7 @@ import triton.language as tl
 
 from halflife.ops.backends.triton.gates import dot
 from halflife.ops.backends.triton.segments import segment_tokens
-from halflife.ops.backends.triton.walks import beside_state, load, load_state, store, store_state
+from halflife.ops.backends.triton.walks import beside_state, head_of, load, load_state, store, store_state
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def walk_kernel(
             scores = load(pairs + (token * H + h) * C, cc, cc, inside, H * C, C, C)
             o = dot(wide, state.to(wide.dtype), tl.zeros([C, BV], tl.float32), PRECISION)
             o = dot(tl.trans(scores) if BACK else scores, vs, o, PRECISION)
-            store(out + token * OT + h * V, o, cc, vv, inside, OT, V, BV)
+            store(head_of(out, token, h, H, V, OT), o, cc, vv, inside, OT, V, BV)
         state = dot(tl.trans(ws), vs, tl.exp(total)[:, None] * state, PRECISION)
         passed += total
     if leaving is not None:
