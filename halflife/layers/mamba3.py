@@ -281,7 +281,8 @@ class EchoMamba3(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         z, v, b, c, f, a, trapezoid, rate = split(self.in_proj(x), self.splits)
         v, conv = self.conv(v, state.get("conv"), packing)
-        step, decay_rate = (log_decay(part, Law("softplus"), with_step=True)[1] for part in (f, a))
+        (_, step), (_, decay_rate) = (log_decay(part, Law("softplus"), with_step=True) for part in (f, a))
+        assert step is not None
         g, passes = self.decay(step, step=step, rate=decay_rate), self.pass_backend
         rate = rate.unflatten(-1, (self.num_heads, -1))
         angle, last = running_angles(step, rate, state.get("angle"), False, packing, passes)
