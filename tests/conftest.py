@@ -53,7 +53,7 @@ gc.disable()
 
 # A file stays with one worker. Those that take longest come first, so that both workers end at about the same time.
 LONGEST = (
-    "test_docs.py", "test_triton.py", "test_language.py", "test_report.py", "test_package.py", "test_registry.py",
+    "test_docs.py", "test_triton.py", "test_language.py", "test_report.py", "test_triton_passes.py", "test_registry.py",
     "test_page.py", "test_training.py", "test_triton_dplr.py", "test_triton_steps.py", "test_compiled_blocks.py",
 )  # fmt: skip
 
