@@ -480,7 +480,7 @@ def test_as_custom_ops(name):
     given = [
         x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() and learned else x for x in given
     ]
-    torch.library.opcheck(triton.custom_op(name.split()[0]), given, test_utils=checks)
+    torch.library.opcheck(triton.custom_op(name.split()[0]).packet, given, test_utils=checks)
 
 
 def test_second_derivatives_are_refused():

@@ -212,4 +212,4 @@ GIVEN = {
 def test_as_custom_ops(name):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     given = [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in GIVEN[name]]
-    torch.library.opcheck(triton.custom_op(name), given, test_utils=checks)
+    torch.library.opcheck(triton.custom_op(name).packet, given, test_utils=checks)

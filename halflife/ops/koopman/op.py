@@ -192,7 +192,7 @@ def attend_token(call: KoopmanCall, gamma: Tensor | None, mix: Tensor | None, et
     call, memory = _prepared(call, dtype)
     fixed = [1.0 if isinstance(x, Tensor) else float(x) for x in (call.gamma, call.mix)]
     power = 0 if mix is None and call.mix == 0 else call.power
-    before = *memory.sums, memory.last, memory.pending_keys, memory.pending_values, memory.pending
+    before = [*memory.sums, memory.last, memory.pending_keys, memory.pending_values, memory.pending]
     y, *after = triton.custom_op("koopman_token")(
         call.q, call.k, call.v, before, gamma, mix, eta, *fixed, power, call.ridge, call.normalization, call.v.dtype
     )

@@ -24,6 +24,7 @@ MOST_SEQUENCES = 65_000  # CUDA's limit of 65,535 segments, of which packed sequ
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = {torch.float32, torch.float16}  # all become float32
 MATRICES = ("q", "k", "v", "beta", "a", "b")
+OPS: dict[str, Any] = {}  # name → op, see `op.declare`
 
 
 def interpreted() -> bool:
@@ -112,12 +113,11 @@ def load() -> None:
 def custom_op(name: str) -> Any:
     """The custom op `halflife::triton_<name>`, loaded."""
     load()
-    return getattr(torch.ops.halflife, f"triton_{name}")
+    return OPS[f"triton_{name}"]
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
     """Run a call of a walk over tokens: the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`."""
-    load()
     beta, decay, plain = call.get("beta"), call.decay, call
     vector = decay is not None and decay.ndim == 4
     if vector or beta is not None:
@@ -127,13 +127,13 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         q, k, v = q.float(), k.float(), v.float()
     initial = None if call.state is None else call.first_state(torch.float32)
     if vector:
-        kernels = torch.ops.halflife.triton_vector if beta is None else torch.ops.halflife.triton_kda
+        kernels = custom_op("vector" if beta is None else "kda")
         gates = [*(() if beta is None else (beta,)), decay, initial]
     elif beta is None:
-        kernels, gates = torch.ops.halflife.triton_linear, [call.get("g_slow"), decay]
+        kernels, gates = custom_op("linear"), [call.get("g_slow"), decay]
         gates += [call.get("gain"), call.get("skip"), initial]
     else:
-        kernels, gates = torch.ops.halflife.triton_delta, [beta, call.get("g_slow"), decay, initial]
+        kernels, gates = custom_op("delta"), [beta, call.get("g_slow"), decay, initial]
     o, final, *_ = kernels(
         q, k, v, *[None if x is None else x.contiguous() for x in gates], call.packing.cu_seqlens,
         float(call.output_scale), call.chunk_size,
@@ -146,9 +146,8 @@ def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
     matrices = [call[name] for name in ("q", "k", "v", "a", "b")]
     if {x.dtype for x in matrices if x is not None} == MIXED:
         matrices = [None if x is None else x.float() for x in matrices]
-    load()
     initial = None if call.state is None else call.first_state(torch.float32).contiguous()
-    o, final, *_ = torch.ops.halflife.triton_dplr(
+    o, final, *_ = custom_op("dplr")(
         *matrices, call.decay, initial, call.packing.cu_seqlens, float(call.output_scale), call.chunk_size
     )
     return o, final
@@ -156,14 +155,13 @@ def run_dplr(call: Call) -> tuple[Tensor, Tensor]:
 
 def run_step(call: Call) -> tuple[Tensor, Any]:
     """Run a call of one token a sequence: the outputs `[B, 1, H, V]`, and the next state, or GateRank's two."""
-    load()
     call = folded(call)
     q, k, v, beta, a, b = [None if (x := call.get(name)) is None else dense(x) for name in MATRICES]
     g, g_slow = call.decay, call.get("g_slow")
     g = dense(g) if g is not None and g.ndim == 4 else g
     state, slow = alike(*call.state) if call.state is not None else (None, None)
     scale = float(call.output_scale)
-    o, *states = torch.ops.halflife.triton_step(q, k, v, g, beta, a, b, g_slow, state, slow, scale)
+    o, *states = custom_op("step")(q, k, v, g, beta, a, b, g_slow, state, slow, scale)
     return o, states[0] if len(states) == 1 else tuple(states)
 
 
@@ -175,7 +173,6 @@ def read_operators(
     The queries are `[rows, n, S, H, R]`, the outputs `[rows, n, S, H, P]`, the sums `[G M Cᵀ]` of chunks
     `[n, rows, H, R, 2 R + P]`, m² `[n, rows, H]`, γ `[H]` and μ `[K + 1, H]`; `ops.koopman.op` has the equations.
     """
-    load()
     tensors = (x.contiguous() for x in (q, sums, norms, gamma, weights))
-    y, failures, _ = torch.ops.halflife.triton_koopman(*tensors, ridge, dtype)
+    y, failures, _ = custom_op("koopman")(*tensors, ridge, dtype)
     return y, failures

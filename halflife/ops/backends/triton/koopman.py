@@ -20,7 +20,7 @@ from torch import Tensor
 from halflife.ops.backends.triton.cholesky import TINY, inverse_factors
 from halflife.ops.backends.triton.gates import dot, precision_of
 from halflife.ops.backends.triton.launch import launch
-from halflife.ops.backends.triton.op import declare
+from halflife.ops.backends.triton.op import declare, declare_gradients
 from halflife.ops.backends.triton.segments import block
 
 
@@ -256,10 +256,10 @@ def _grad(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None,) * 7
     if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
         raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
-    *grads, dsettings = torch.ops.halflife.triton_koopman_backward(dy.contiguous(), *ctx.saved_tensors, ctx.ridge)
+    *grads, dsettings = _of_operators(dy.contiguous(), *ctx.saved_tensors, ctx.ridge)
     dgamma, dweights = dsettings.sum((0, 1)).mT.split([1, dsettings.shape[-1] - 1])
     return *grads, dgamma.squeeze(0), dweights, None, None
 
 
 declare("triton_koopman", _koopman).register_autograd(_grad, setup_context=_save)
-declare("triton_koopman_backward", _koopman_backward)
+_of_operators = declare_gradients("triton_koopman_backward", _koopman_backward)

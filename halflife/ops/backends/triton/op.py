@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import even
-from halflife.ops.backends.triton import interpreted, linear
+from halflife.ops.arguments import even, is_transformed
+from halflife.ops.backends.triton import OPS, interpreted, linear
 from halflife.ops.backends.triton.delta import host as delta
 from halflife.ops.backends.triton.dplr import dplr_host as dplr
 from halflife.ops.backends.triton.dplr import of_delta
@@ -24,22 +24,73 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY  # of the mode that records a grap
 HOST: dict[Any, Callable[..., Any]] = {}  # op → its host code, which is also the op of tensors without data
 
 
-def declare(name: str, host: Callable[..., Any], mutates_args: Sequence[str] = ()) -> Any:
+class Op:
+    """The op `halflife::name`, which runs its host code without torch's dispatcher where nothing looks on.
+
+    The dispatcher takes as long as the host code itself. A compiler and modes, as those that count operations, get it.
+    """
+
+    def __init__(self, name: str, host: Callable[..., Any], mutates_args: Sequence[str] = ()) -> None:
+        if interpreted():
+            self.declared = torch.library.custom_op(f"halflife::{name}", host, mutates_args=mutates_args)
+            self.declared.register_fake(host)
+        else:
+            self.declared = torch.library.triton_op(f"halflife::{name}", host, mutates_args=mutates_args)
+        self.host, self.packet, self.mutates = host, getattr(torch.ops.halflife, name), bool(mutates_args)
+        self.save = self.grad = None
+        self.function = type(name, (_Differentiable,), {})  # profilers show its name
+        kinds = [str(argument.type) for argument in self.packet.default._schema.arguments]
+        self.floats = [place for place, kind in enumerate(kinds) if kind.startswith(("float", "Optional[float"))]
+
+    def register_autograd(self, grad: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """As `torch.library.register_autograd`."""
+        self.grad, self.save = grad, setup_context
+        self.declared.register_autograd(grad, setup_context=setup_context)
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """Run on these arguments; some of ops for tokens come by name."""
+        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or is_transformed()
+        if watched or self.mutates or options or any(map(is_traced, given)):
+            return self.packet(*given, **options)
+        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        given = self.numbers(given)
+        return self.host(*given) if self.grad is None or not wanted else self.function.apply(*given, self)
+
+    def numbers(self, given: Sequence[Any]) -> Sequence[Any]:
+        """The arguments with floats where the schema has them, as the dispatcher gives them to a kernel."""
+        integers = [place for place in self.floats if place < len(given) and type(given[place]) is int]
+        return [float(x) if place in integers else x for place, x in enumerate(given)] if integers else given
+
+
+class _Differentiable(torch.autograd.Function):
+    """The host code of an op and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        given, ctx.op = given[:-1], given[-1]
+        out = ctx.op.host(*given)
+        ctx.op.save(ctx, given, out)
+        ctx.several = isinstance(out, list)
+        return tuple(out) if ctx.several else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = ctx.op.grad(ctx, list(grads)) if ctx.several else ctx.op.grad(ctx, *grads)
+        return *(found if isinstance(found, tuple) else (found,)), None
+
+
+def declare(name: str, host: Callable[..., Any], mutates_args: Sequence[str] = ()) -> Op:
     """Declare the op `halflife::name`, whose schema is the signature of its host code. It writes to `mutates_args`.
 
     A compiler sees the launches inside. It cannot see those of Triton's interpreter, where the op is a black box.
     """
-    if interpreted():
-        op = torch.library.custom_op(f"halflife::{name}", host, mutates_args=mutates_args)
-        op.register_fake(host)
-    else:
-        op = torch.library.triton_op(f"halflife::{name}", host, mutates_args=mutates_args)
-    HOST[getattr(torch.ops.halflife, name).default] = host
+    op = OPS[name] = Op(name, host, mutates_args)
+    HOST[op.packet.default] = host
     return op
 
 
 def declare_gradients(name: str, host: Callable[..., Any]) -> Callable[..., Any]:
-    """As `declare`, for a backward pass, whose host code itself runs where nothing traces it.
+    """As `declare`, for a backward pass, whose host code runs itself where nothing traces it, under other modes too.
 
     Its gradients may lie beside each other in memory (`ops.backends.split`), as results of an op of torch may not.
     """
@@ -48,7 +99,7 @@ def declare_gradients(name: str, host: Callable[..., Any]) -> Callable[..., Any]
     def run(*given: Any) -> Any:
         tensors = (x for part in given for x in (part if isinstance(part, list) else [part]))
         traced = torch._C._get_dispatch_mode(_PROXY) is not None or any(map(is_traced, tensors))
-        return (op if traced or torch.compiler.is_compiling() else host)(*given)
+        return op.packet(*given) if traced or torch.compiler.is_compiling() else host(*op.numbers(given))
 
     return run
 

@@ -216,10 +216,11 @@ def _rotate_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _rotate_grad(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     only_first_derivatives()
-    return torch.ops.halflife.triton_rotate(dout, *ctx.saved_tensors, -ctx.sign), None, None, None
+    return _rotation(dout, *ctx.saved_tensors, -ctx.sign), None, None, None
 
 
-declare("triton_rotate", _rotate).register_autograd(_rotate_grad, setup_context=_rotate_save)
+_rotation = declare("triton_rotate", _rotate)
+_rotation.register_autograd(_rotate_grad, setup_context=_rotate_save)
 
 
 @triton.jit
