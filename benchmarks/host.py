@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -27,16 +28,24 @@ MODELS = ("mamba2", "mamba2+post+gate_rank", "gated_deltanet", "gla", "rwkv7", "
 STEPS = 40
 
 
+def nothing(*given: object, **options: object) -> None:
+    """In the place of a launch and of a check."""
+
+
+def launch(kernel: object, grid: object) -> Callable[..., None]:
+    return nothing
+
+
 @contextlib.contextmanager
-def without_launches():
+def without_launches() -> Iterator[None]:
     """Inside this block models run as on a GPU, and no kernel computes. Log-decays without values are not checked."""
     triton.load()
     with contextlib.ExitStack() as stack:
         for name, module in [*sys.modules.items()]:
             if name.startswith(triton.__name__ + ".") and callable(vars(module).get("launch")):
-                stack.enter_context(mock.patch.object(module, "launch", lambda kernel, grid: lambda *x, **y: None))
+                stack.enter_context(mock.patch.object(module, "launch", launch))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False))
-        stack.enter_context(mock.patch.object(call, "check_decay", lambda *x: None))
+        stack.enter_context(mock.patch.object(call, "check_decay", nothing))
         stack.enter_context(mock.patch.object(arguments, "HOSTS", set()))
         stack.enter_context(offline_models.on_a_gpu())
         yield

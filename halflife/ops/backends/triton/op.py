@@ -53,8 +53,8 @@ class Op:
         if watched or self.mutates or options or any(map(is_traced, given)):
             return self.packet(*given, **options)
         wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
-        given = self.numbers(given)
-        return self.host(*given) if self.grad is None or not wanted else self.function.apply(*given, self)
+        exact = self.numbers(given)
+        return self.function.apply(*exact, self) if wanted and self.grad is not None else self.host(*exact)
 
     def numbers(self, given: Sequence[Any]) -> Sequence[Any]:
         """The arguments with floats where the schema has them, as the dispatcher gives them to a kernel."""
