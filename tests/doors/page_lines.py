@@ -42,31 +42,13 @@ from halflife.data.tokenizers import ByteTokenizer
 from halflife.models import checkpoint
 from halflife.training import sharding
 
+# The names that lines use.
 SHOWN = (
-    AdamW,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    BitsAndBytesConfig,
-    DataCollatorWithFlattening,
-    FullyShardedDataParallel,
-    HFLM,
-    Int8WeightOnlyConfig,
-    LoraConfig,
-    ModuleWrapPolicy,
-    Pooling,
-    PromptTuningConfig,
-    SFTConfig,
-    SFTTrainer,
-    SentenceTransformer,
-    Trainer,
-    accelerate,
-    fully_shard,
-    get_peft_model,
-    pipeline,
-    quantize_,
-    sharding,
-)  # fmt: skip (the names that lines use)
+    AdamW, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, BitsAndBytesConfig,
+    DataCollatorWithFlattening, FullyShardedDataParallel, HFLM, Int8WeightOnlyConfig, LoraConfig, ModuleWrapPolicy,
+    Pooling, PromptTuningConfig, SFTConfig, SFTTrainer, SentenceTransformer, Trainer, accelerate, fully_shard,
+    get_peft_model, pipeline, quantize_, sharding,
+)  # fmt: skip
 
 
 def run(line, folder):
