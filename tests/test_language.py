@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny_runs
@@ -371,22 +372,26 @@ def test_memory_can_be_saved_without_changing_the_numbers(corpus, whole, tmp_pat
     same_numbers(tmp_path, whole)
 
 
-def test_a_run_of_shards_is_stopped_and_goes_on_to_the_numbers_of_a_whole_one(corpus, whole, tmp_path, monkeypatch):
-    for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def one_process():
+    """As torchrun would start it. accelerate adds variables to the environment, which must not stay."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with monkeypatch.context() as patch:
-            tiny_runs.interrupt_after(patch, 6)
-            with pytest.raises(KeyboardInterrupt):
-                run(tiny(corpus), corpus, tmp_path, execution=quiet(fsdp=True, micro_batch_size=2))
-        assert [*(tmp_path / "checkpoints" / "checkpoint-4" / SHARDS).glob("*.safetensors")]
-        assert not (tmp_path / "checkpoints" / "checkpoint-4" / "model.safetensors").exists()
-        with pytest.raises(ValueError, match="written with --fsdp; resume it so"):
-            run(tiny(corpus), corpus, tmp_path, execution=quiet())
-        run(tiny(corpus), corpus, tmp_path, execution=quiet(fsdp=True, micro_batch_size=2))
-    finally:
-        torch.distributed.destroy_process_group()
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):
+        yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_run_of_shards_is_stopped_and_goes_on_to_the_same_numbers(corpus, whole, tmp_path, monkeypatch, one_process):
+    shards = quiet(fsdp=True, micro_batch_size=2)
+    with monkeypatch.context() as patch:
+        tiny_runs.interrupt_after(patch, 6)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(corpus), corpus, tmp_path, execution=shards)
+    assert [*(tmp_path / "checkpoints" / "checkpoint-4" / SHARDS).glob("*.safetensors")]
+    assert not (tmp_path / "checkpoints" / "checkpoint-4" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="written with --fsdp; resume it so"):
+        run(tiny(corpus), corpus, tmp_path, execution=quiet())
+    run(tiny(corpus), corpus, tmp_path, execution=shards)
     same_numbers(tmp_path, whole)
     weights = [checkpoint.load(folder).state_dict() for folder in (tmp_path, whole)]
     torch.testing.assert_close(*weights, rtol=0, atol=9e-6)
