@@ -51,9 +51,9 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Inside this block, the linear maps of `model` have weights in autocast's dtype on the device of `x`.
 
     One launch casts all of them, and in the backward pass one casts their gradients, where autocast has two for each.
-    Maps of one input are one product; the first pass finds out which they are. As in `fast_linears`, weights that are
-    quantised, sharded or replaced otherwise stay as they are. Other modules take part if their class says that
-    products alone read their parameters (`only_products`).
+    Maps of one input are one product, but in an activation checkpoint; the first pass outside of one finds out which
+    they are. As in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are. Other
+    modules take part if their class says that products alone read their parameters (`only_products`).
 
     Without autocast, maps of one input are one product too in training if x has 16 bits and enough tokens.
     """
@@ -62,7 +62,8 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     if (dtype is None and not narrow) or is_transformed():
         yield
         return
-    products = _Products([m for m in model.modules() if type(m) is nn.Linear], vars(model).get("_one_product"))
+    known = [] if _may_run_again() else vars(model).get("_one_product")
+    products = _Products([m for m in model.modules() if type(m) is nn.Linear], known)
     if dtype is None:
         taking, given, dtype = [*products.group], x.dtype, x.dtype
     else:
@@ -88,12 +89,15 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
             parameters[name] = weight
         for module in swapped:
             vars(module).pop("forward", None)
-    if products.calls is not None and not _may_run_again():
+    if products.calls is not None:
         vars(model)["_one_product"] = products.found(products.calls)
 
 
 def _may_run_again() -> bool:
-    """Whether an activation checkpoint may run this pass again, which must then save as many tensors as before."""
+    """Whether an activation checkpoint may run this pass again, which must then save as many tensors as before.
+
+    A pass between the two may find out which maps are one product.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and dispatch.again is None
 
