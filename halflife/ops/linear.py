@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from halflife.ops.arguments import is_hooked, is_transformed
 from halflife.ops.backends import dispatch, triton
 from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build, by_onednn
-from halflife.ops.backends.split import Neighbours, beside, neighbours
+from halflife.ops.backends.split import Cast, Neighbours, beside
 from halflife.ops.spec import OPS
 from halflife.precision import autocast_dtype
 
@@ -51,9 +52,9 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     """Inside this block, the linear maps of `model` have weights in autocast's dtype on the device of `x`.
 
     One launch casts all of them, and in the backward pass one casts their gradients, where autocast has two for each.
-    Maps of one input are one product, but in an activation checkpoint; the first pass outside of one finds out which
-    they are. As in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are. Other
-    modules take part if their class says that products alone read their parameters (`only_products`).
+    Maps of one input are one product; the first pass outside of an activation checkpoint finds out which they are. As
+    in `fast_linears`, weights that are quantised, sharded or replaced otherwise stay as they are. Other modules take
+    part if their class says that products alone read their parameters (`only_products`).
 
     Without autocast, maps of one input are one product too in training if x has 16 bits and enough tokens.
     """
@@ -62,8 +63,10 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
     if (dtype is None and not narrow) or is_transformed():
         yield
         return
-    known = [] if _may_run_again() else vars(model).get("_one_product")
-    products = _Products([m for m in model.modules() if type(m) is nn.Linear], known)
+    again, apart = _may_run_again(), _APART.setdefault(model, WeakSet())
+    known = [] if again and apart else vars(model).get("_one_product")
+    maps = [m for m in model.modules() if type(m) is nn.Linear]
+    products = _Products(maps, known, apart if again and not known else None)
     if dtype is None:
         taking, given, dtype = [*products.group], x.dtype, x.dtype
     else:
@@ -76,7 +79,7 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
         if type(weight) is nn.Parameter and weight.dtype == given and weight.device == x.device
     ]
     swapped = [module for module in products.maps if "forward" not in vars(module)]
-    copies = _Cast.apply(dtype, *[weight for *_, weight in held])
+    copies = Cast.apply(dtype, *[weight for *_, weight in held])
     products.copies.update(map(id, copies))
     try:
         for (parameters, name, _), copy in zip(held, copies, strict=True):
@@ -89,23 +92,37 @@ def cast_weights(model: nn.Module, x: Tensor) -> Iterator[None]:
             parameters[name] = weight
         for module in swapped:
             vars(module).pop("forward", None)
-    if products.calls is not None:
+    if products.calls is not None and not again:
         vars(model)["_one_product"] = products.found(products.calls)
 
 
 def _may_run_again() -> bool:
-    """Whether an activation checkpoint may run this pass again, which must then save as many tensors as before.
-
-    A pass between the two may find out which maps are one product.
-    """
+    """Whether an activation checkpoint may run this pass again, which must then save as many tensors as before."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and dispatch.again is None
 
 
-class _Products:
-    """The linear maps of a pass. Those of a group, maps without biases of one input in their order, are one product."""
+class _Apart:
+    """A mark of a graph, which dies with it."""
 
-    def __init__(self, maps: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Linear]] | None) -> None:
+
+# Model → the marks of its passes without joined maps that a checkpoint may run again, and which must stay so.
+_APART: WeakKeyDictionary[nn.Module, WeakSet[_Apart]] = WeakKeyDictionary()
+
+
+class _Products:
+    """The linear maps of a pass. Those of a group, maps without biases of one input in their order, are one product.
+
+    A pass without groups, which may run again, is among those `apart` as long as its graph lives.
+    """
+
+    def __init__(
+        self,
+        maps: Sequence[nn.Linear],
+        groups: Iterable[Sequence[nn.Linear]] | None,
+        apart: WeakSet[_Apart] | None = None,
+    ) -> None:
+        self.apart = apart
         # Since they were found an adapter may have taken the place of a map, or a part of them may have been frozen,
         # whose gradients would be computed for nothing.
         known = [
@@ -127,10 +144,13 @@ class _Products:
             self.calls.append((module, input))
         weights = [part.weight for part in self.group.get(module, ())]
         if not weights or not self.copies.issuperset(map(id, weights)):
-            if module.bias is None or input.ndim < 3:
-                return F.linear(input, module.weight, module.bias)
             # The product of a matrix adds the bias itself, that of a part of a tensor [B, T, D] does not.
-            return F.linear(input.flatten(0, -2), module.weight, module.bias).unflatten(0, input.shape[:-1])
+            flat = module.bias is not None and input.ndim > 2
+            y = F.linear(input.flatten(0, -2) if flat else input, module.weight, module.bias)
+            if self.apart is not None and y.grad_fn is not None:
+                marks: Any = y.grad_fn.metadata
+                self.apart.add(marks.setdefault("halflife", _Apart()))
+            return y.unflatten(0, input.shape[:-1]) if flat else y
         outputs = _Product.apply(input, *weights)
         self.done |= {part: (input, y) for part, y in zip(self.group[module], outputs, strict=True)}
         return self.done.pop(module)[1]
@@ -169,35 +189,6 @@ def _rows(weights: Sequence[Tensor]) -> Tensor:
     """The rows of all weights, which are a view where these lie beside each other."""
     found = None if torch.is_grad_enabled() else beside(weights, 0)
     return torch.cat(list(weights), 0) if found is None else found
-
-
-class _Cast(torch.autograd.Function):
-    """Copies of tensors of one dtype in another, or in their own, which lie beside each other."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        copies = _copied(neighbours(tensors, dtype), tensors)
-        ctx.mark_non_differentiable(*[y for x, y in zip(tensors, copies, strict=True) if not x.requires_grad])
-        ctx.set_materialize_grads(False)
-        ctx.dtypes = dtype, tensors[0].dtype if tensors else dtype
-        return tuple(copies)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dtype, wanted = ctx.dtypes
-        if dtype == wanted:
-            return None, *grads
-        if torch.is_grad_enabled():  # under create_graph=True
-            return None, *[None if d is None else d.to(wanted) for d in grads]
-        given = [d for d in grads if d is not None]
-        wide = iter(_copied([torch.empty_like(d, dtype=wanted) for d in given], given))
-        return None, *[None if d is None else next(wide) for d in grads]
-
-
-def _copied(copies: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    if copies:
-        torch._foreach_copy_(copies, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
-    return copies
 
 
 # Pass → its gradients and its result again, (gradient of the result, tensors, settings) → ([gradients], result).

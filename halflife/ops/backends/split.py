@@ -164,3 +164,32 @@ def neighbours(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         end += -(-x.numel() // 8) * 8  # 16 bytes
     memory = torch.empty(end, dtype=dtype, device=tensors[0].device if tensors else None)
     return [memory[start : start + x.numel()].view(x.shape) for start, x in zip(starts, tensors, strict=True)]
+
+
+class Cast(torch.autograd.Function):
+    """Copies of tensors of one dtype in another, or in their own, which lie beside each other."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        copies = _copied(neighbours(tensors, dtype), tensors)
+        ctx.mark_non_differentiable(*[y for x, y in zip(tensors, copies, strict=True) if not x.requires_grad])
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = dtype, tensors[0].dtype if tensors else dtype
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dtype, wanted = ctx.dtypes
+        if dtype == wanted:
+            return None, *grads
+        if torch.is_grad_enabled():  # under create_graph=True
+            return None, *[None if d is None else d.to(wanted) for d in grads]
+        given = [d for d in grads if d is not None]
+        wide = iter(_copied([torch.empty_like(d, dtype=wanted) for d in given], given))
+        return None, *[None if d is None else next(wide) for d in grads]
+
+
+def _copied(copies: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    if copies:
+        torch._foreach_copy_(copies, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    return copies
