@@ -84,7 +84,7 @@ def test_graphs_of_tokens_serve_each_number_of_rows(monkeypatch):
     for job, (prompt, count) in zip(jobs, prompts, strict=True):
         expected = alone(model, prompt, count)
         assert [tokens(job, choice) for choice in (0, 1)] == [expected, expected]
-    assert {rows for rows, _ in shared._hidden._graphs} == {2, 4}
+    assert {rows for rows, *_ in shared._hidden._graphs} == {2, 4}
 
 
 def test_a_step_reads_the_tokens_of_all_rows_at_once(monkeypatch):

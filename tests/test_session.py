@@ -272,6 +272,21 @@ def test_tokens_by_a_graph_are_those_of_the_model(name, by_graphs):
     assert made is None if name == "llama" else len(made) == 1
 
 
+def test_a_graph_is_of_weights_at_their_places_and_of_one_mode(by_graphs):
+    """Tensors of inference mode take no copies outside of it, and a model that moves leaves its graphs behind."""
+    model, ids = build("mamba2"), [3, 1, 4]
+    plain, session = Session(model).feed(ids), Session(model)
+    session._next = graphs.TokenGraphs(model, next_token)
+    session.feed(ids)
+    with torch.inference_mode():
+        found = [*session.sample(3, temperature=0)]
+    found += session.sample(3, temperature=0)
+    assert found == [*plain.sample(6, temperature=0)]
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    assert [*session.sample(3, temperature=0)] == [*plain.sample(3, temperature=0)]
+    assert len(session._next._graphs) == 3
+
+
 class Host(TorchDispatchMode):
     """Counts what a host launches and what it reads. A replay is one launch."""
 

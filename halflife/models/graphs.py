@@ -105,7 +105,7 @@ class TokenGraphs:
     def _graph(self, state: ModelState) -> TokenGraph | None:
         if self._graphs is None:
             return None
-        key = len(state[0]["position"]), (form(state), autocast_dtype(self.model.embedding.weight.device))
+        key = len(state[0]["position"]), form(state), self._setting()
         if key not in self._graphs:
             try:
                 self._graphs[key] = TokenGraph(self.model, state, self.step)
@@ -115,6 +115,11 @@ class TokenGraphs:
                 self._graphs = None
                 return None
         return self._graphs[key]
+
+    def _setting(self) -> tuple:
+        """What a graph is of beside its state: weights at their places, autocast, and tensors without versions."""
+        weight = self.model.embedding.weight
+        return weight.data_ptr(), autocast_dtype(weight.device), torch.is_inference_mode_enabled()
 
     def _possible(self) -> bool:
         return self.model.embedding.weight.is_cuda and not torch.is_grad_enabled()
