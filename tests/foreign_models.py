@@ -4,6 +4,7 @@ import json
 import math
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from halflife import layers
 from halflife.models.convert import take_mixer
@@ -173,6 +174,12 @@ LAWS = {
     "minimax": ("self_attn", minimax), "recurrent_gemma": ("temporal_block.rg_lru", recurrent_gemma),
     "rwkv": ("attention", rwkv),
 }  # fmt: skip
+if "lara_mini" in CONFIG_MAPPING:  # since transformers 5.24
+    OPTIONS["lara_mini"] = OPTIONS["qwen3_5_moe_text"] | {
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+        "sliding_window": 16,
+    }
+    LAWS["lara_mini"] = ("linear_attn", gated_deltanet)
 assert LAWS.keys() == OPTIONS.keys()
 
 

@@ -18,7 +18,7 @@ from halflife.analysis.decays import measure_decays
 from halflife.analysis.forecast import reading, recall
 from halflife.analysis.foreign.families import MIXERS
 from halflife.analysis.foreign.load import load_foreign
-from halflife.analysis.foreign.model import ForeignModel, windows
+from halflife.analysis.foreign.model import ForeignModel, cache_argument, windows
 from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.horizon import RetainedEnergy, horizon_lags, retained_energy
 from halflife.analysis.model_spectrum import model_spectrum
@@ -38,6 +38,7 @@ KINDS = {
     "minimax": ["lightning attention", "softmax attention"] * 2,
     "recurrent_gemma": ["RG-LRU", "RG-LRU", "sliding-window attention", "RG-LRU"],
     "rwkv": ["RWKV-4"] * 2,
+    "lara_mini": ["Gated DeltaNet", "sliding-window attention", "Gated DeltaNet", "softmax attention"],
 }
 KINDS |= dict.fromkeys(
     ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid"), KINDS["qwen3_5_text"]
@@ -125,7 +126,10 @@ def test_every_registered_class_is_tested():
 
 
 def test_every_class_of_transformers_with_a_known_name_is_registered():
-    """The installed transformers has no other mixer with `A_log`, a forget gate, or slopes than those that are read."""
+    """The installed transformers has no other mixer with `A_log`, a forget gate, or slopes than those that are read.
+
+    Lara Mini came with 5.24.
+    """
     import re
 
     import transformers
@@ -137,8 +141,12 @@ def test_every_class_of_transformers_with_a_known_name_is_registered():
                 found.add(name)
     gates = {name for name in found if name.endswith("ForgetGate")}  # modules of mixers
     mamba1 = {name for name in found if name.endswith("MambaMixer") and name not in MIXERS}
-    assert found - gates - mamba1 == set(MIXERS)
+    assert found - gates - mamba1 | {"LaraMiniGatedDeltaNet"} == set(MIXERS)
     assert mamba1 == {"MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"}
+
+
+def test_a_model_that_takes_no_state_is_refused():
+    assert_raises(ValueError, "Linear .* under none of the names cache, past", cache_argument, torch.nn.Linear(1, 1))
 
 
 def test_measurements_do_not_depend_on_windows():

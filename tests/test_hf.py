@@ -15,6 +15,7 @@ from halflife import LanguageModel, preset
 from halflife.cli.checkpoint import load_tokenizer
 from halflife.data.tokenizers import ByteTokenizer
 from halflife.hf import HalflifeCache, HalflifeConfig, HalflifeForCausalLM
+from halflife.hf.cache import CACHE
 from halflife.models import PRESETS, checkpoint
 from halflife.models.convert import convert
 from halflife.models.load import checkpoints, load_any
@@ -80,14 +81,14 @@ def test_forward_is_the_models_own_and_streams(name):
     assert_close(model(ids, logits_to_keep=3).logits, expected[:, -3:], TOLERANCE)
     assert_close(model(ids, logits_to_keep=torch.tensor([2, 5])).logits, expected[:, [2, 5]], TOLERANCE)
     first = model(ids[:, :4])
-    before = [{key: x.clone() for key, x in layer.items()} for layer in first.past_key_values.state]
-    second = model(ids[:, 4:], past_key_values=first.past_key_values, attention_mask=torch.ones(2, 11))
+    before = [{key: x.clone() for key, x in layer.items()} for layer in first.get(CACHE).state]
+    second = model(ids[:, 4:], **{CACHE: first.get(CACHE)}, attention_mask=torch.ones(2, 11))
     assert_close(second.logits, expected[:, 4:], TOLERANCE)
-    assert (first.past_key_values.get_seq_length(), second.past_key_values.get_seq_length()) == (4, 11)
-    for layer, old in zip(first.past_key_values.state, before, strict=True):
+    assert (first.get(CACHE).get_seq_length(), second.get(CACHE).get_seq_length()) == (4, 11)
+    for layer, old in zip(first.get(CACHE).state, before, strict=True):
         assert all(torch.equal(layer[key], x) for key, x in old.items())
     assert model(ids, return_dict=False)[0].shape == expected.shape
-    assert model(ids, use_cache=False).past_key_values is None
+    assert model(ids, use_cache=False).get(CACHE) is None
 
 
 @pytest.mark.parametrize("name", slow_beyond(KINDS, NAMES))
@@ -106,7 +107,7 @@ def test_padding_changes_nothing(name, side):
     )
     # A further piece of several tokens continues from the same states.
     more, seen = tokens(2, 3), torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
-    got = model(more, attention_mask=seen, past_key_values=out.past_key_values).logits
+    got = model(more, attention_mask=seen, **{CACHE: out.get(CACHE)}).logits
     assert_close(got[0], model(torch.cat([short, more[:1]], 1)).logits[0, 5:], TOLERANCE)
 
 
@@ -114,7 +115,7 @@ def test_packed_sequences_are_separate():
     model, a, b = build("mamba2"), tokens(1, 4), tokens(1, 6)
     out = model(torch.cat([a, b], 1), cu_seqlens=torch.tensor([0, 4, 10]))
     assert_close(out.logits[:, 4:], model(b).logits, TOLERANCE)
-    assert out.past_key_values.batch_size == 2
+    assert out.get(CACHE).batch_size == 2
 
 
 def test_loss_is_that_of_transformers():
@@ -299,7 +300,7 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(name, re
         model.zero_grad()
         calls.clear()
         out = model(ids, labels=ids)
-        assert out.past_key_values is None
+        assert out.get(CACHE) is None
         out.loss.backward()
         return {key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None}, len(calls)
 
@@ -356,7 +357,7 @@ def test_generate_batched_is_what_each_prompt_gives(name):
     # Given all tokens and the state, it reads only the tokens that the state has not seen.
     mask = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], 1)
     more = model.generate(
-        out.sequences, past_key_values=out.past_key_values, **{**settings, "attention_mask": mask, "max_new_tokens": 3}
+        out.sequences, **{CACHE: out.get(CACHE)}, **{**settings, "attention_mask": mask, "max_new_tokens": 3}
     )
     assert torch.equal(more[:1, 3:], greedy(model, short, 8))
     assert torch.equal(more[1:], greedy(model, long, 8))
@@ -377,8 +378,8 @@ def test_beams_and_samples(name):
     assert samples[0].shape == (6, 9)
     assert torch.equal(*samples)
     # Beams start from a state of two rows and do not modify it.
-    state = model(ids[:, :3]).past_key_values
-    assert torch.equal(model.generate(ids, past_key_values=state, **beams), out)
+    state = model(ids[:, :3]).get(CACHE)
+    assert torch.equal(model.generate(ids, **{CACHE: state}, **beams), out)
     assert state.batch_size == 2
 
 
@@ -388,8 +389,8 @@ def test_generate_from_embeddings_and_after_the_end():
     whole = model.generate(ids, **settings)
     got = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **settings)
     assert torch.equal(got, whole[:, 4:])
-    state = model(ids).past_key_values
-    assert_raises(ValueError, "only new tokens", model.generate, ids, past_key_values=state, **settings)
+    state = model(ids).get(CACHE)
+    assert_raises(ValueError, "only new tokens", model.generate, ids, **{CACHE: state}, **settings)
     assert_raises(ValueError, "model_kwargs", model.generate, ids, token_typo_ids=ids, **settings)
 
 

@@ -9,6 +9,7 @@ from test_registry import KINDS, NAMES, build, tokens
 from halflife import Session
 from halflife.data.tokenizers import load_tokenizer
 from halflife.hf import HalflifeForCausalLM
+from halflife.hf.cache import CACHE
 from halflife.models.states import size
 from halflife.serve.engine import Engine
 from halflife.serve.jobs import Done, Failed, Job, Settings
@@ -70,7 +71,7 @@ def test_sessions_and_caches_own_their_memory(name, tmp_path):
         assert_owned(each.state)
         assert each.next_logits.untyped_storage().nbytes() == each.next_logits.nbytes
     with torch.no_grad():
-        cache = HalflifeForCausalLM.of(model)(torch.stack([ids, ids]), use_cache=True).past_key_values
+        cache = HalflifeForCausalLM.of(model)(torch.stack([ids, ids]), use_cache=True).get(CACHE)
     assert_owned(cache.state)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([3, 0]))

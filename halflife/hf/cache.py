@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from halflife.models.lm import ModelState
 from halflife.models.states import changed
 
+# The name of a cache in arguments and outputs: "past_key_values" before transformers 5.24, and "cache" since.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 Tokens = tuple[Tensor, Tensor | None]  # ids `[B, T]` or embeddings `[B, T, D]`, and their mask `[B, T]`
 
 
 class HalflifeCache:
-    """The state of a model, which transformers calls `past_key_values`.
+    """The state of a model, which transformers calls `cache`, and before 5.24 `past_key_values`.
 
     A forward pass returns a new cache and does not modify its input. The methods change this object, never its tensors.
 
@@ -28,7 +31,7 @@ class HalflifeCache:
         prompt: columns of the ids of `generate` that have been read, if `generate` read them before it began to decode.
     """
 
-    is_croppable = False  # only after `activate_past_recording`
+    is_linear = (False,)  # transformers ≥ 5.24 asks a cache how much it has read unless all entries are true
 
     def __init__(self, state: ModelState | None = None, seen: int | None = None, *, static: bool = False) -> None:
         self.state, self.is_compileable = state, static
@@ -42,17 +45,22 @@ class HalflifeCache:
         self._tokens: list[Tokens] = []
 
     @staticmethod
-    def check(cache: object) -> None:
-        """Check that past_key_values are of this kind, or None.
+    def check(past_key_values: object, cache: object = None) -> HalflifeCache | None:
+        """Return the cache that is given under one of the two names, or None.
 
         Raises:
-            TypeError: they are of another kind.
+            TypeError: it is of another kind.
+            ValueError: both are given.
         """
-        if cache is not None and not isinstance(cache, HalflifeCache):
+        if past_key_values is not None and cache is not None:
+            raise ValueError("give either cache or past_key_values, which are two names of one argument")
+        given = past_key_values if cache is None else cache
+        if given is not None and not isinstance(given, HalflifeCache):
             raise TypeError(
-                "past_key_values must be the HalflifeCache that an earlier call returned, or None: a recurrent model "
-                f"has a state in the place of keys and values; got {type(cache).__name__}"
+                f"{CACHE} must be the HalflifeCache that an earlier call returned, or None: a recurrent model "
+                f"has a state in the place of keys and values; got {type(given).__name__}"
             )
+        return given
 
     def __len__(self) -> int:
         """Return the number of layers; 0 before the first token."""
@@ -103,6 +111,8 @@ class HalflifeCache:
     def recording(self) -> bool:
         """Whether states are kept for `crop`."""
         return self._states is not None
+
+    is_croppable = recording
 
     def activate_past_recording(self) -> None:
         """Keep the state before each further forward pass, and its tokens, for `crop`."""

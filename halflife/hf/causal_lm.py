@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from halflife.hf.block import as_kind
+from halflife.hf.cache import CACHE
 from halflife.hf.config import HalflifeConfig
 from halflife.hf.generation import HalflifeGenerationMixin
 from halflife.hf.model import HalflifeModel, HalflifePreTrainedModel
@@ -87,6 +88,7 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits, and the loss if labels are given.
@@ -94,7 +96,8 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
         With `config.chunked_loss`, a training step computes the loss without all logits at once, and `logits` is None.
 
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `HalflifeModel`.
+            input_ids, attention_mask, position_ids, cache, past_key_values, inputs_embeds, use_cache: as in
+                `HalflifeModel`.
             labels: the ids of the input, `[B, T]`, which this method shifts. −100 is ignored; use it for the first
                 token of each packed sequence. The loss is the mean over the others, or their sum over
                 `num_items_in_batch`.
@@ -103,13 +106,13 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
             **kwargs: `shift_labels`, labels that are shifted already; others as in `HalflifeModel`.
 
         Raises:
-            TypeError: an unknown keyword argument, or past_key_values are not of this kind.
+            TypeError: an unknown keyword argument, or a cache of another kind.
             ValueError: the inputs do not fit together.
         """
         shifted = kwargs.pop("shift_labels", None)
         out = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+            past_key_values=past_key_values, cache=cache, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
         hidden, logits, loss = out.last_hidden_state, None, None
         scored = labels is not None or shifted is not None
@@ -126,7 +129,7 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]
-            past_key_values=out.past_key_values, hidden_states=out.hidden_states,
+            hidden_states=out.hidden_states, **{CACHE: out.get(CACHE)},
         )  # fmt: skip
 
     def _chunked_loss(

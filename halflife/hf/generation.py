@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from halflife.hf.cache import HalflifeCache
+from halflife.hf.cache import CACHE, HalflifeCache
 from halflife.layers.attention import Attention
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.layers.ska import SKA
@@ -58,24 +58,24 @@ class HalflifeGenerationMixin(_Mixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        past, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        past, kind = model_kwargs.get(CACHE), generation_config.cache_implementation
         HalflifeCache.check(past)
         if past is None and generation_config.use_cache is not False:
             static = kind == "static" and not any(isinstance(module, GROWING) for module in self.modules())
-            model_kwargs["past_key_values"] = past = HalflifeCache(static=static)
+            model_kwargs[CACHE] = past = HalflifeCache(static=static)
             if generation_config.is_assistant:
                 past.activate_past_recording()
             return
         if past is not None:  # the caller's object stays as it is
-            model_kwargs["past_key_values"] = past.copy()
+            model_kwargs[CACHE] = past.copy()
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        past = kwargs.get("past_key_values")
+        past = kwargs.get(CACHE)
         if isinstance(past, HalflifeCache) and input_ids is not None and past.batch_size == len(input_ids):
-            past = kwargs["past_key_values"] = past.copy()
+            past = kwargs[CACHE] = past.copy()
             past.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)
 
@@ -86,7 +86,7 @@ class HalflifeGenerationMixin(_Mixin):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        past = kwargs.get("past_key_values")
+        past = kwargs.get(CACHE)
         if next_sequence_length is None and past is not None and past.prompt is not None:
             next_sequence_length = input_ids.shape[1] - past.prompt
         _check_new(next_sequence_length, past, input_ids)
@@ -103,7 +103,7 @@ class HalflifeGenerationMixin(_Mixin):
         return inputs
 
     def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        past = outputs.get("past_key_values")
+        past = outputs.get(CACHE)
         if past is not None and past.is_compileable:
             # CUDA graphs write their next results into the same memory, and other strides would be compiled again.
             past.state = changed(past.state, lambda x: x.clone(memory_format=torch.contiguous_format))
@@ -114,7 +114,7 @@ class HalflifeGenerationMixin(_Mixin):
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         input_ids, model_kwargs, order = _padded_left(input_ids, model_kwargs)
-        past = model_kwargs.get("past_key_values")
+        past = model_kwargs.get(CACHE)
         if generation_config.is_assistant and past is not None and not past.seen:  # so that `crop` never rereads it
             self._read(input_ids[:, :-1], input_ids.shape[1] - 1, generation_config, model_kwargs)
         outputs = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -133,7 +133,7 @@ class HalflifeGenerationMixin(_Mixin):
             raise ValueError(
                 "the row is padded on the right, where assisted decoding continues it; leave the padding out"
             )
-        past = kwargs.get("past_key_values")
+        past = kwargs.get(CACHE)
         if past is not None:
             past.activate_past_recording()
             if "inputs_embeds" not in kwargs:
@@ -144,34 +144,34 @@ class HalflifeGenerationMixin(_Mixin):
                 if not generation_config.output_hidden_states:  # else they would be missing
                     self._read(input_ids[:, :-1], new - 1, generation_config, kwargs)
                     new = 1
-                kwargs["past_key_values"].prompt = input_ids.shape[1] - new
+                kwargs[CACHE].prompt = input_ids.shape[1] - new
                 kwargs["attention_mask"] = kwargs["attention_mask"][:, -input_ids.shape[1] :]
         out = super()._assisted_decoding(
             input_ids, generation_config=generation_config, inputs_tensor=inputs_tensor, **kwargs
         )
         if isinstance(out, Tensor):
             return out
-        out.past_key_values = HalflifeCache(self.model.state_of(out.past_key_values), out.past_key_values.seen)
+        out[CACHE] = HalflifeCache(self.model.state_of(out[CACHE]), out[CACHE].seen)
         return out
 
     def _read(
         self, input_ids: Tensor, count: int, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
         """Read the last `count` of the tokens, which the mask has one column more than."""
-        past, size = model_kwargs["past_key_values"], generation_config.prefill_chunk_size or count
+        past, size = model_kwargs[CACHE], generation_config.prefill_chunk_size or count
         given = {name: model_kwargs.get(name) for name in ("attention_mask", "position_ids")}
         for first in range(0, count, max(size, 1)):
             part = slice(first - count, min(first + size - count, 0) or None)
             others = {name: None if x is None else x[:, :-1][:, part] for name, x in given.items()}
             past = self.model(
-                input_ids=input_ids[:, part], **others, past_key_values=past, use_cache=True, return_dict=True
-            ).past_key_values
-        model_kwargs["past_key_values"] = past
+                input_ids=input_ids[:, part], **others, use_cache=True, return_dict=True, **{CACHE: past}
+            ).get(CACHE)
+        model_kwargs[CACHE] = past
 
 
 def _new_columns(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
     """Return the number of ids that the state has not read; the ids may be all or only the new ones."""
-    past, mask, length = model_kwargs["past_key_values"], model_kwargs.get("attention_mask"), input_ids.shape[1]
+    past, mask, length = model_kwargs[CACHE], model_kwargs.get("attention_mask"), input_ids.shape[1]
     columns = getattr(generation_config, "_mask_length", length) if mask is None else mask.shape[1]
     if columns not in (length, past.seen + length):
         raise ValueError(
@@ -200,7 +200,7 @@ def _padded_left(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[Tenso
     mask = model_kwargs.get("attention_mask")
     if mask is None or mask[:, -1:].all():
         return input_ids, model_kwargs, None
-    past, embeds, width = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds"), mask.shape[1]
+    past, embeds, width = model_kwargs.get(CACHE), model_kwargs.get("inputs_embeds"), mask.shape[1]
     seen = 0 if past is None else past.seen
     given = input_ids.shape[1] if embeds is None else embeds.shape[1]
     fixed = seen if width == given else width - given  # columns of the mask that were read before

@@ -17,7 +17,7 @@ from halflife.extras import install_anywhere
 from halflife.files import write_text
 from halflife.hf import quantization, weight_decay
 from halflife.hf.block import HalflifeBlock, as_kind, run
-from halflife.hf.cache import HalflifeCache
+from halflife.hf.cache import CACHE, HalflifeCache
 from halflife.hf.config import AUTO_FILE, HalflifeConfig
 from halflife.hf.sequences import boundaries, check_others
 from halflife.models import LanguageModel
@@ -123,6 +123,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the hidden states after the last norm.
@@ -134,7 +135,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
             input_ids: token ids `[B, T]`.
             attention_mask: `[B, T]`, or `[B, seen + T]` if earlier tokens were read; 0 at padding, which has no effect.
             position_ids: `[B, T]`, which rise by one within a sequence; where they do not rise, another one begins.
-            past_key_values: the `HalflifeCache` that the previous call returned. It is not modified.
+            cache, past_key_values: the `HalflifeCache` that the previous call returned. It is not modified.
             inputs_embeds: embeddings `[B, T, D]` instead of input_ids.
             use_cache: whether to return the state. By default `config.use_cache`, but False in training mode.
             output_hidden_states: whether to return the input of each block and the output of the last norm, which are
@@ -145,31 +146,31 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
             **kwargs: arguments of transformers that change nothing here (`sequences.IGNORED`).
 
         Raises:
-            TypeError: another keyword argument, or past_key_values are not of this kind.
+            TypeError: another keyword argument, or a cache of another kind.
             ValueError: the inputs do not fit together.
         """
         check_others(kwargs)
         if self._option(output_attentions, "output_attentions"):
             raise ValueError("output_attentions: a recurrence has no attention weights")
-        HalflifeCache.check(past_key_values)
+        past = HalflifeCache.check(past_key_values, cache)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give either input_ids or inputs_embeds")
-        mask = self._padding(attention_mask, tokens, past_key_values)
+        mask = self._padding(attention_mask, tokens, past)
         packed = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         rows = (tokens.shape[0], tokens.shape[1])
         bounds = boundaries(rows, mask, {**packed, "seq_idx": seq_idx, "position_ids": position_ids})
         trace: list[Tensor] | None = [] if self._option(output_hidden_states, "output_hidden_states") else None
-        before = None if past_key_values is None else self.state_of(past_key_values)
+        before = None if past is None else self.state_of(past)
         hidden, state = self._run(tokens, before, mask, bounds, trace)
-        cache = None
+        after = None
         if self._option(use_cache, "use_cache") and not (use_cache is None and self.training):
-            past = HalflifeCache() if past_key_values is None else past_key_values
-            cache = HalflifeCache(state) if bounds is not None else past.after(state, (tokens, mask), before)
+            past = HalflifeCache() if past is None else past
+            after = HalflifeCache(state) if bounds is not None else past.after(state, (tokens, mask), before)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,  # pyright: ignore[reportArgumentType]
-            past_key_values=cache,  # pyright: ignore[reportArgumentType]
             hidden_states=None if trace is None else tuple(trace),  # pyright: ignore[reportArgumentType]
+            **{CACHE: after},
         )
 
     def _option(self, given: bool | None, name: str) -> bool:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, CompileConfig, DynamicCache, LlamaConfig
 
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.hf import HalflifeCache, HalflifeConfig, HalflifeForCausalLM
+from halflife.hf.cache import CACHE
 from halflife.models import PRESETS
 
 NAMES = [*(name for name in PRESETS if name != "echo_paper"), "mamba2+gate_rank", "mamba2+ska", "mamba2+tpe"]
@@ -65,10 +66,10 @@ def test_assisted_decoding_is_greedy_decoding(name):
         assert_close(torch.stack(got.logits), torch.stack(expected.logits), FLOAT32)
         assert 1 < max(lengths) < 12  # tokens were drafted, and the prompt was read before
         hook.remove()
-        a, b = got.past_key_values, expected.past_key_values
+        a, b = got.get(CACHE), expected.get(CACHE)
         assert a.seen == b.seen == 19
         more = tokens(1, 2)
-        assert_close(model(more, past_key_values=a).logits, model(more, past_key_values=b).logits, TOLERANCE)
+        assert_close(model(more, **{CACHE: a}).logits, model(more, **{CACHE: b}).logits, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", slow_beyond(["rwkv7", "llama"], NAMES))
@@ -83,7 +84,7 @@ def test_a_cropped_cache_is_that_of_the_shorter_text(name):
         cache.activate_past_recording()
         for length in lengths:
             part = slice(start, start + length)
-            cache = model(ids[:, part], attention_mask=mask[:, part], past_key_values=cache).past_key_values
+            cache = model(ids[:, part], attention_mask=mask[:, part], **{CACHE: cache}).get(CACHE)
             start += length
         return cache
 
@@ -93,25 +94,25 @@ def test_a_cropped_cache_is_that_of_the_shorter_text(name):
             cache.crop(0)
             cache.crop(stop - 9)
             assert cache.get_seq_length() == stop
-            out = model(more, past_key_values=cache)
+            out = model(more, **{CACHE: cache})
             assert_close(out.logits, expected, TOLERANCE)
-            again = out.past_key_values
+            again = out.get(CACHE)
             again.crop(-2)  # and once more
             again.batch_select_indices(torch.tensor([1, 0]))
-            got = model(more[:, 1:].flip(0), past_key_values=again).logits
+            got = model(more[:, 1:].flip(0), **{CACHE: again}).logits
             assert_close(got.flip(0), expected[:, 1:], TOLERANCE)
 
 
 def test_crop_says_what_it_needs():
     model, ids = build(), tokens(1, 5)
-    cache = model(ids).past_key_values
+    cache = model(ids).get(CACHE)
     assert_raises(RuntimeError, "activate_past_recording", cache.crop, -1)
     cache.activate_past_recording()
-    later = model(ids, past_key_values=cache).past_key_values
+    later = model(ids, **{CACHE: cache}).get(CACHE)
     assert_raises(RuntimeError, "before 5 tokens were not kept", later.copy().crop, -6)
     assert_raises(RuntimeError, "negative number of tokens.*got 1 while", later.crop, 1)
     later.crop(-5)
-    assert_close(model(ids, past_key_values=later).logits, model(ids, past_key_values=cache).logits, TOLERANCE)
+    assert_close(model(ids, **{CACHE: later}).logits, model(ids, **{CACHE: cache}).logits, TOLERANCE)
 
 
 def test_an_assistant_of_another_kind():
@@ -138,12 +139,12 @@ def test_assisted_decoding_goes_on_from_a_state():
     """The ids may be all tokens or only the new ones, and the caller's state does not change."""
     model, ids = build(), torch.cat([(part := tokens(1, 6)), part], 1)
     expected = model.generate(ids, **GREEDY)
-    cache = model(ids[:, :4]).past_key_values
+    cache = model(ids[:, :4]).get(CACHE)
     state, mask = cache.state, torch.ones(1, 12)
     for given in (ids, ids[:, 4:]):
         for options in ({}, {"output_hidden_states": True}, {"prefill_chunk_size": 2}):
             settings = {**GREEDY, **options, "prompt_lookup_num_tokens": 2, "attention_mask": mask}
-            out = model.generate(given, past_key_values=cache, **settings, return_dict_in_generate=True)
+            out = model.generate(given, **{CACHE: cache}, **settings, return_dict_in_generate=True)
             assert torch.equal(out.sequences, expected[:, 12 - given.shape[1] :])
     embeddings = model.get_input_embeddings()(ids)
     assert torch.equal(model.generate(inputs_embeds=embeddings, **GREEDY, prompt_lookup_num_tokens=2), expected[:, 12:])
@@ -152,7 +153,7 @@ def test_assisted_decoding_goes_on_from_a_state():
     lookup = {"prompt_lookup_num_tokens": 2}
     for columns, message, options in ((4, "only new", {}), (4, "only new", lookup), (7, "7 columns", lookup)):
         settings = {**GREEDY, **options, "attention_mask": torch.ones(1, columns)}
-        assert_raises(ValueError, message, model.generate, ids[:, :4], past_key_values=cache, **settings)
+        assert_raises(ValueError, message, model.generate, ids[:, :4], **{CACHE: cache}, **settings)
 
 
 @few
@@ -169,9 +170,9 @@ def test_what_generate_returns(name):
         if options.get("use_cache") is None:
             for i, hidden in enumerate(whole.hidden_states):
                 assert_close(torch.cat([step[i] for step in out.hidden_states], 1), hidden, TOLERANCE)
-            assert_same_state(out.past_key_values, whole.past_key_values)
+            assert_same_state(out.get(CACHE), whole.get(CACHE))
         else:
-            assert out.past_key_values is None
+            assert out.get(CACHE) is None
     repeated = torch.cat([ids[:1], ids[:1]], 1)
     plain, assisted = (
         model.generate(repeated, **GREEDY, **shown, **options) for options in ({}, {"prompt_lookup_num_tokens": 2})
@@ -218,11 +219,11 @@ def test_padding_is_on_either_side(name):
                 hidden = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
                 for a, b in zip(out.hidden_states[0], hidden, strict=True):
                     assert_close(a[mask.bool()], b[mask.bool()], TOLERANCE)
-    state = model(long[:, :3].expand(2, -1)).past_key_values
+    state = model(long[:, :3].expand(2, -1)).get(CACHE)
     ids = torch.cat([torch.cat([long[:, :3], short, padding], 1), torch.cat([long[:, :3], long], 1)])
     expected = [model.generate(torch.cat([long[:, :3], one], 1), **GREEDY)[0, -8:] for one in (short, long)]
     for given in (ids, ids[:, 3:]):
-        got = model.generate(given, attention_mask=(ids > 0).long(), past_key_values=state, **GREEDY)
+        got = model.generate(given, attention_mask=(ids > 0).long(), **{CACHE: state}, **GREEDY)
         assert torch.equal(got[:, -8:], torch.stack(expected))
     embeddings = model.get_input_embeddings()(ids)
     got = model.generate(inputs_embeds=embeddings, attention_mask=(ids > 0).long(), **GREEDY)
@@ -271,7 +272,7 @@ def test_what_cannot_be_is_refused_by_name():
     for options in ({}, {"num_beams": 2}, {"use_cache": False}, {"prompt_lookup_num_tokens": 2}):
         assert_raises(
             TypeError, "must be the HalflifeCache .* got DynamicCache", model.generate, ids, **GREEDY,
-            past_key_values=DynamicCache(), **options,
+            **{CACHE: DynamicCache()}, **options,
         )  # fmt: skip
     assert_raises(
         ValueError, "decodes in another way", build("echo_paper").generate, ids, **GREEDY, prompt_lookup_num_tokens=2

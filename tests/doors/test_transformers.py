@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from halflife.hf import AUTO_MAP, HalflifeConfig, HalflifeForCausalLM
+from halflife.hf.cache import CACHE
 from halflife.models import PRESETS
 
 NAMES = [*PRESETS, "mamba2+post", "mamba2+gate_rank", "mamba2+ska", "mamba2+koopman_mlp"]
@@ -130,7 +131,7 @@ def test_a_copy_is_another_model():
 def test_a_cache_of_keys_and_values_is_refused():
     model, ids = build(), torch.randint(31, (1, 6))
     for cache in (DynamicCache(), ()):
-        assert_raises(TypeError, "state in the place of keys and values; got", model, ids, past_key_values=cache)
+        assert_raises(TypeError, "state in the place of keys and values; got", model, ids, **{CACHE: cache})
 
 
 OPEN = """

@@ -118,10 +118,11 @@ class FalconH1Decay(Mamba2Decay):
         return super().forward(x, y * self.mixer.mup_vector)
 
 
-# Gated DeltaNet in Qwen3-Next, Qwen3.5, Qwen4 and OLMo Hybrid (https://arxiv.org/abs/2412.06464).
+# Gated DeltaNet in Qwen3-Next, Qwen3.5, Qwen4, Lara Mini and OLMo Hybrid (https://arxiv.org/abs/2412.06464).
 @MIXERS.add("Qwen3_5GatedDeltaNet")
 @MIXERS.add("Qwen3_5MoeGatedDeltaNet")
 @MIXERS.add("Qwen4ExpTextGatedDeltaNet")
+@MIXERS.add("LaraMiniGatedDeltaNet")
 class GatedDeltaNetDecay(MixerDecay):
     """One decay per head, `g = −e^A_log · softplus(a + dt_bias)`, with a projection of its own for a."""
 

@@ -20,7 +20,8 @@ from halflife.analysis.foreign.families import MIXERS, MixerDecay
 
 WINDOW_TOKENS = 512  # tokens that a model reads in one call
 LAYER_LISTS = ("layers", "blocks", "h")  # names under which transformers keeps the layers of a decoder
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # names of the argument for what a model remembers
+# Names of the argument for what a model remembers; transformers has `cache` since 5.24.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 CHOOSER = "hub_kernels"  # the module of transformers that chooses between a package's kernel and PyTorch
 # Classes of modules that mix tokens. What they are named after tells softmax attention from recurrent mixers.
 ATTENTION = re.compile("Attention$")
@@ -98,7 +99,7 @@ class ForeignModel:
     def read(self, ids: Tensor, cache: Any, seen: int) -> Any:
         """Read tokens `[B, T]` after `seen` others, and return what the model remembers after them."""
         known = inspect.signature(self.decoder.forward).parameters
-        name = next(name for name in CACHE_ARGUMENTS if name in known)
+        name = cache_argument(self.decoder)
         options: dict[str, Any] = {name: cache}
         if hasattr(cache, "seen"):
             cache.seen = seen
@@ -121,6 +122,18 @@ class ForeignModel:
         from transformers import DynamicCache
 
         return DynamicCache(config=self.decoder.config)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name under which the forward pass of a module takes what it remembers."""
+    known = inspect.signature(module.forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in known:
+            return name
+    raise ValueError(
+        f"{type(module).__name__} of the installed transformers takes what it remembers under none of the names "
+        f"{', '.join(CACHE_ARGUMENTS)}"
+    )
 
 
 def windows(ids: Tensor, most: int) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.analysis.foreign.model import ForeignModel, recurrent_cache, runnable_kernels
+from halflife.analysis.foreign.model import ForeignModel, cache_argument, recurrent_cache, runnable_kernels
 from halflife.layers import State
 from halflife.models import ModelState
 
@@ -58,7 +58,7 @@ class RecurrentModel(ForeignModel):
         def after(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
             with runnable_kernels(self.decoder):
                 for cache in caches:
-                    module.forward(*inputs, **{**options, "cache_params": cache})
+                    module.forward(*inputs, **{**options, cache_argument(module): cache})
 
         with ExitStack() as hooks:
             for block in self.blocks:
