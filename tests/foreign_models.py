@@ -180,6 +180,7 @@ if "lara_mini" in CONFIG_MAPPING:  # since transformers 5.24
         "sliding_window": 16,
     }
     LAWS["lara_mini"] = ("linear_attn", gated_deltanet)
+MISSING = set() if "lara_mini" in OPTIONS else {"LaraMiniGatedDeltaNet"}  # from the installed transformers
 assert LAWS.keys() == OPTIONS.keys()
 
 
