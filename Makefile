@@ -58,16 +58,18 @@ doors: $(VENV)/installed-slow native
 faults: $(VENV)/installed-dev native
 	$(BIN)/python -m pytest -p no:cacheprovider --quiet tests/faults/fault_*.py
 
-# The fast tests with the oldest torch that pyproject.toml allows, and with the newest that pip can find. On a machine
-# without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the CUDA builds: 6 to 7 GB each.
+# The fast tests with the oldest torch that pyproject.toml allows, and with the newest of all that pip can find. On a
+# machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the CUDA builds: 6 to 7 GB each.
 test-oldest: TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/torch==\1.*/p' pyproject.toml)
 # The interpreter of Triton 3.6, which belongs to torch 2.11, fails with numpy 2.4.
 test-oldest: NUMPY := numpy<2.4
+test-oldest: UNPINNED := /^torch==/d;/^numpy==/d
 test-newest: TORCH := torch
 test-newest: NUMPY := numpy
+test-newest: UNPINNED := d
 test-oldest test-newest: chromium
 	$(PYTHON) -m venv $(VENV)-$@
-	grep -v -e '^torch==' -e '^numpy==' constraints.txt > $(VENV)-$@/constraints.txt
+	sed '$(UNPINNED)' constraints.txt > $(VENV)-$@/constraints.txt
 	$(VENV)-$@/bin/python -m pip install --quiet --upgrade --constraint $(VENV)-$@/constraints.txt \
 	  '$(TORCH)' '$(NUMPY)' --editable '.[dev]'
 	-$(VENV)-$@/bin/halflife build
