@@ -26,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import timing  # noqa: E402
 
+from halflife.analysis.foreign.model import cache_argument  # noqa: E402
 from halflife.evaluation import throughput  # noqa: E402
 from halflife.models import LanguageModel, preset  # noqa: E402
 from halflife.report.tables.memory import first_ahead  # noqa: E402
@@ -116,9 +117,9 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
 class Transformers(nn.Module):
     """A causal language model of transformers with our interface, `logits, state = model(ids, state)`."""
 
-    def __init__(self, model: nn.Module, cache: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.cache = model, cache
+        self.model, self.cache = model, cache_argument(model)
 
     def forward(self, ids: Tensor, state: object = None) -> tuple[Tensor, object]:
         output = self.model(ids, use_cache=not self.training, **{self.cache: state})
@@ -147,7 +148,7 @@ def _transformers_mamba(model: LanguageModel) -> Transformers:
     config, tensors = back_to("transformers", model)
     theirs = Mamba2ForCausalLM(Mamba2Config.from_dict(config))
     theirs.load_state_dict(tensors, strict=False)  # a tied head has no tensor
-    return Transformers(theirs, "cache_params")
+    return Transformers(theirs)
 
 
 def _transformers_llama(model: LanguageModel) -> Transformers:
@@ -161,7 +162,7 @@ def _transformers_llama(model: LanguageModel) -> Transformers:
         rms_norm_eps=config.norm_eps, tie_word_embeddings=True,
     )  # fmt: skip
     theirs._attn_implementation = "sdpa"
-    return Transformers(LlamaForCausalLM(theirs), "past_key_values")
+    return Transformers(LlamaForCausalLM(theirs))
 
 
 def _size(model: nn.Module) -> int:
