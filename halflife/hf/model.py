@@ -170,7 +170,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,  # pyright: ignore[reportArgumentType]
             hidden_states=None if trace is None else tuple(trace),  # pyright: ignore[reportArgumentType]
-            **{CACHE: after},
+            **{CACHE: after},  # pyright: ignore[reportArgumentType]
         )
 
     def _option(self, given: bool | None, name: str) -> bool:
