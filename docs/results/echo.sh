@@ -42,6 +42,7 @@ halflife compare cg-ska-2.5:amnesia-cot_easy --experiment echo-tiers --scale pap
 halflife compare mamba3:amnesia-recall_easy cg-ska-1.5:amnesia-recall_easy --experiment echo-tiers --scale paper --seeds 3 --steps 2000 --tune-seeds 1 --lr 3e-4 1e-3 1e-4
 halflife compare mamba3:amnesia-recall_hard cg-ska-1.5:amnesia-recall_hard --experiment echo-tiers --scale paper --seeds 3 --steps 2000 --tune-seeds 1 --lr 3e-4 1e-3 1e-4
 halflife compare mamba3:toolcalling-easy cg-ska-1.5:toolcalling-easy --experiment echo-tiers --scale paper --seeds 3 --tune-seeds 1 --lr 3e-4 1e-3 1e-4
+halflife compare mamba3:toolcalling-hard cg-ska-1.5:toolcalling-hard --experiment echo-tiers --scale paper --seeds 3 --lr 3e-4
 halflife compare mamba3:economy-easy cg-ska-1.5:economy-easy --experiment echo-tiers --scale paper --seeds 3 --tune-seeds 1 --lr 3e-4 1e-3 1e-4
 halflife compare cg-ska-1.5:amnesia-cot_easy cg-ska-2.5:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 750
 halflife compare mamba3:amnesia-cot_easy --experiment echo-tiers --scale paper --seeds 3 --steps 750 --set mixer.state_size=34
