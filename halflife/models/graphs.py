@@ -117,7 +117,7 @@ class TokenGraphs:
         return self._graphs[key]
 
     def _setting(self) -> tuple:
-        """What a graph is of beside its state: weights at their places, autocast, and tensors without versions."""
+        """What a graph depends on beside its state: where the weights are, autocast, and inference mode."""
         weight = self.model.embedding.weight
         return weight.data_ptr(), autocast_dtype(weight.device), torch.is_inference_mode_enabled()
 

@@ -134,6 +134,16 @@ def test_a_cache_of_keys_and_values_is_refused():
         assert_raises(TypeError, "state in the place of keys and values; got", model, ids, **{CACHE: cache})
 
 
+def test_a_state_has_two_names():
+    """That of transformers since 5.24 and that before; both at once are refused."""
+    model, ids = build(), torch.randint(31, (1, 6))
+    state = model(ids[:, :4]).get(CACHE)
+    old, new = (model(ids[:, 4:], **{name: state}).logits for name in ("past_key_values", "cache"))
+    assert torch.equal(old, new)
+    assert not torch.equal(old, model(ids[:, 4:]).logits)
+    assert_raises(ValueError, "two names of one argument", model, ids, past_key_values=state, cache=state)
+
+
 OPEN = """
 import sys, torch
 from transformers import AutoModelForCausalLM

@@ -125,7 +125,11 @@ class ForeignModel:
 
 
 def cache_argument(module: nn.Module) -> str:
-    """The name under which the forward pass of a module takes what it remembers."""
+    """The name under which the forward pass of a module takes what it remembers.
+
+    Raises:
+        ValueError: it takes none of `CACHE_ARGUMENTS`.
+    """
     known = inspect.signature(module.forward).parameters
     for name in CACHE_ARGUMENTS:
         if name in known:

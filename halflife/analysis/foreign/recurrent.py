@@ -56,9 +56,10 @@ class RecurrentModel(ForeignModel):
         caches = [self._cache(start) for start in starts]
 
         def after(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            name = cache_argument(module)
             with runnable_kernels(self.decoder):
                 for cache in caches:
-                    module.forward(*inputs, **{**options, cache_argument(module): cache})
+                    module.forward(*inputs, **{**options, name: cache})
 
         with ExitStack() as hooks:
             for block in self.blocks:

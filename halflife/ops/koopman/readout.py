@@ -166,5 +166,8 @@ def _products(bs: list[Tensor], xs: list[Tensor]) -> Tensor:
 
 
 def _solve(inverse: Tensor, b: Tensor) -> Tensor:
-    """Apply `(L Lᵀ)⁻¹` to the rows `b [..., S, R]` by `inverse` L⁻ᵀ, as exact as triangular solves, and faster."""
+    """Apply `(L Lᵀ)⁻¹` to the rows `b [..., S, R]` by `inverse`, which is L⁻ᵀ.
+
+    It is as exact as triangular solves, and faster but where S is one.
+    """
     return b @ inverse @ inverse.mT
