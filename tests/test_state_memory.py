@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import generator
+from helpers import assert_close, assert_same, generator
 from pairwise import slow_beyond
 from test_registry import KINDS, NAMES, build, tokens
 
@@ -10,6 +10,7 @@ from halflife import Session
 from halflife.data.tokenizers import load_tokenizer
 from halflife.hf import HalflifeForCausalLM
 from halflife.hf.cache import CACHE
+from halflife.layers.attention import ROOM
 from halflife.models.states import size
 from halflife.serve.engine import Engine
 from halflife.serve.jobs import Done, Failed, Job, Settings
@@ -24,13 +25,20 @@ LAYOUTS = {
 
 
 def assert_owned(state):
-    """Every tensor of a state has the memory of its entries, and shares none but the positions, which layers share."""
+    """Every tensor of a state has the memory of its entries, and shares none but the positions, which layers share.
+
+    Caches have room for the next tokens beside it.
+    """
+    room = 0
     for layer, parts in enumerate(state):
         for name, x in parts.items():
-            assert x.untyped_storage().nbytes() == x.nbytes, (layer, name, tuple(x.shape))
+            beside = x.untyped_storage().nbytes() - x.nbytes
+            most = ROOM * x.nbytes // x.shape[1] if name in ("keys", "values", "forget") else 0
+            assert 0 <= beside <= most, (layer, name, tuple(x.shape))
+            room += beside
     named = [(name.endswith("position"), x) for parts in state for name, x in parts.items()]
     positions = {x.data_ptr(): x.nbytes for shared, x in named if shared}
-    assert size(state) == sum(x.nbytes for shared, x in named if not shared) + sum(positions.values())
+    assert size(state) - room == sum(x.nbytes for shared, x in named if not shared) + sum(positions.values())
 
 
 def memory(*tensors):
@@ -96,6 +104,42 @@ def test_the_server_keeps_states_that_own_their_memory(name):
         assert prefix.hidden.untyped_storage().nbytes() == prefix.hidden.nbytes
     stored = engine.prefixes._entries.values()
     assert engine.prefixes.bytes == sum(size(prefix.state) + prefix.hidden.nbytes for prefix in stored)
+
+
+@pytest.mark.parametrize("name", ["llama", "fox"])
+def test_tokens_take_the_room_of_a_cache(name):
+    """Tokens are written into one buffer, until a state goes on in two ways; no state and no gradient changes."""
+    model, ids = build(name).eval().double(), tokens(2, 40)
+    others = torch.cat([ids[:, :30], (ids[:, 30:] + 1) % model.config.vocab_size], 1)
+
+    def keys(state):
+        return state[0]["keys"].untyped_storage().data_ptr()
+
+    with torch.no_grad():
+        expected, expected_others = model(ids)[0], model(others)[0]
+        _, at_30 = model(ids[:, :30])
+        before = [{key: x.clone() for key, x in layer.items()} for layer in at_30]
+        first, second, places = at_30, at_30, []
+        for t in range(30, 38):
+            logits, first = model(ids[:, t : t + 1], first)
+            other, second = model(others[:, t : t + 1], second)
+            assert_close(logits[:, 0], expected[:, t], 1e-12)
+            assert_close(other[:, 0], expected_others[:, t], 1e-12)
+            places.append((keys(first), keys(second)))
+        for layer, saved in zip(at_30, before, strict=True):
+            assert_same(layer, saved)
+        assert len(set(places)) == 1
+        assert places[0][0] != places[0][1]
+    logits, _ = model(ids[:, 38:], first)
+    with torch.no_grad():
+        model(ids[:, 38:], first)
+    logits.square().sum().backward()  # what it kept has not been written over
+    assert_close(logits, expected[:, 38:], 1e-12)
+    with torch.inference_mode():
+        _, inside = model(ids[:, 38:39], first)
+    logits, _ = model(ids[:, 39:], inside)
+    with torch.no_grad():
+        assert_close(model(ids[:, 39:], inside)[0], logits, 1e-12)
 
 
 def test_states_have_transforms_of_torch_func():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, rotary, turns
+from halflife.ops.arguments import is_transformed
 from halflife.ops.recurrent import attention_of_token, takes_attention
 from halflife.packing import Packing
 from halflife.position import check_pairs
@@ -157,6 +161,10 @@ class Attention(Mixer):
         Rows may differ in length. The new tokens of a row come after its cache, and later slots are masked. Under a
         window, all caches have W − 1 slots, of which the last are filled.
         """
+        if self._appends(q, state, packing):
+            cache = {name: appended(state[name], x) for name, x in tokens.items()}
+            slots = torch.arange(cache["keys"].shape[1] - q.shape[1], cache["keys"].shape[1])
+            return self.attend(q, cache, slots.expand(len(q), -1), None), cache
         new, cu_seqlens = packing.lengths(q.device), packing.cu_seqlens
         rows, seen = len(new), state["position"] if state else torch.zeros_like(new)
         first = seen if self.window is None else torch.full_like(seen, self.window - 1)
@@ -186,6 +194,16 @@ class Attention(Mixer):
             cache = {name: _take(x, new, self.window - 1) for name, x in cache.items()}
         return o[row, slot].unflatten(0, q.shape[:2]), cache
 
+    def _appends(self, q: Tensor, state: State, packing: Packing) -> bool:
+        """Whether the new tokens come behind caches that every sequence has filled. A GPU would have to be asked."""
+        grows = self.window is None and self.max_length is None and packing.cu_seqlens is None
+        if not (state and grows and q.is_cpu) or type(q) is not Tensor or torch.compiler.is_compiling():
+            return False
+        return not is_transformed() and bool((state["position"] == state["keys"].shape[1]).all())
+
+    def has_room(self, part: Tensor) -> bool:
+        return not torch.compiler.is_compiling() and part in _ROOMS
+
     def _slots(self, stop: Tensor, width: int, enough: int | None) -> int:
         """The slots of the caches, of which the last new token ends at `stop`; rows of equal length have `enough`."""
         if self.window is not None:
@@ -201,15 +219,59 @@ class Attention(Mixer):
 
         Args:
             cache: tensors `[N, S, …]` of the names of `cached`.
-            at: index in the cache of each query's token, `[N, T]`.
-            visible: which tokens a query sees, `[N, T, S]`. None for both means that S = T and attention is causal.
+            at: index in the cache of each query's token, `[N, T]`. None means that S = T.
+            visible: which tokens a query sees, `[N, T, S]`. None means those up to its own.
         """
+        if visible is None and at is not None and q.shape[1] > 1:
+            visible = torch.arange(cache["keys"].shape[1], device=q.device) <= at.unsqueeze(-1)
         q, k, v = (t.transpose(1, 2) for t in (q, cache["keys"], cache["values"]))
         mask = None if visible is None else visible.unsqueeze(1)
+        causal = at is None and mask is None  # else a single query sees the whole cache
         o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.num_kv_heads != self.num_heads
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.num_kv_heads != self.num_heads
         )
         return o.transpose(1, 2)
+
+
+@dataclass(eq=False)
+class _Room:
+    """A buffer `[N, C, heads, …]` of which the first slots are filled."""
+
+    buffer: Tensor
+    filled: int
+
+    def fits(self, size: int, end: int) -> bool:
+        """Whether tokens can be written into the slots from `size` to `end`, which nobody has."""
+        writable = torch.is_inference_mode_enabled() or not self.buffer.is_inference()
+        return writable and self.filled == size and end <= self.buffer.shape[1]
+
+
+ROOM = 128  # tokens, at most, for which a cache has room: it is copied once for so many
+_ROOMS = WeakTensorKeyDictionary()  # the filled slots of a buffer → its `_Room`
+_LOCK = Lock()
+
+
+def appended(old: Tensor, new: Tensor) -> Tensor:
+    """`old [N, S, heads, …]` with `new [N, T, heads, …]` behind it.
+
+    Without gradients the result is a part of a larger buffer, whose room the next tokens take, so that not every token
+    copies the cache. Tokens that came first keep their slots: `old` does not change, and what is appended to it once
+    more goes into a new buffer.
+    """
+    size, end = old.shape[1], old.shape[1] + new.shape[1]
+    if torch.is_grad_enabled() or old.dtype != new.dtype:
+        return torch.cat([old.to(new.dtype), new], 1)
+    with _LOCK:
+        room = _ROOMS.get(old)
+        if room is None or not room.fits(size, end):
+            shape = (len(new), new.shape[2], end + min(ROOM, 16 + end // 8), *new.shape[3:])
+            room = _Room(new.new_empty(shape).transpose(1, 2), size)  # attention reads head after head
+            room.buffer[:, :size] = old
+        room.filled = end
+    room.buffer[:, size:end] = new
+    result = room.buffer[:, :end]
+    _ROOMS[result] = room
+    return result
 
 
 def _take(x: Tensor, start: Tensor, size: int) -> Tensor:

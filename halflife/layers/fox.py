@@ -86,7 +86,7 @@ def read_cache(q: Tensor, k: Tensor, v: Tensor, g: Tensor, at: Tensor, visible: 
         k, v: keys and values of the cache `[N, S, G, K]`.
         g: log-decays of the cache `[N, S, H]`.
         at: index in the cache of each query's token, `[N, T]`.
-        visible: which tokens a query sees, `[N, T, S]`. None means that S = T and attention is causal.
+        visible: which tokens a query sees, `[N, T, S]`. None means those up to its own, the last T.
     """
     dtype, length, heads = compute_dtype(q), q.shape[1], q.shape[2]
     total = wide(g).clamp(min=FLOOR[dtype]).cumsum(1).transpose(1, 2)  # [N, H, S]
@@ -95,7 +95,7 @@ def read_cache(q: Tensor, k: Tensor, v: Tensor, g: Tensor, at: Tensor, visible: 
     read = []
     for start in range(0, max(length, 1), at_once):
         rows = slice(start, start + at_once)
-        seen = total.shape[-1] if visible is not None else min(start + at_once, length)
+        seen = total.shape[-1] if visible is not None else total.shape[-1] - max(0, length - start - at_once)
         place = at[:, rows].clamp(max=max(total.shape[-1] - 1, 0)).unsqueeze(1).expand(-1, heads, -1)
         bias = (total.gather(2, place).unsqueeze(-1) - total[:, :, None, :seen]).to(dtype)
         mask = torch.arange(seen, device=q.device) <= at[:, rows, None] if visible is None else visible[:, rows]

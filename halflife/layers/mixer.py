@@ -110,8 +110,8 @@ class Mixer(nn.Module):
                 (RWKV-7's first values) and inputs of all layers (SKA's action mask, padded as x is).
 
         Returns:
-            `y [B, T, D]` and the new state. Its tensors keep no other memory alive, such as the activations of x. A
-            part that these tokens do not change may be the tensor that was given.
+            `y [B, T, D]` and the new state. Its tensors keep no other memory alive, such as the activations of x, but
+            for the room of a cache that grows. A part that these tokens do not change may be the tensor that was given.
 
         Raises:
             ValueError: cu_seqlens and attention_mask are both given, or a shape does not fit.
@@ -137,9 +137,13 @@ class Mixer(nn.Module):
         if torch.compiler.is_compiling() or peek_interpreter_stack() is None:  # tensors of torch.func have no storage
             for name, part in new.items():
                 held = part.numel() * part.itemsize  # not `nbytes`, which torch.compile cannot read of any length
-                if part.untyped_storage().size() != held and not _share_all(part, new):
+                if part.untyped_storage().size() != held and not _share_all(part, new) and not self.has_room(part):
                     new[name] = part.clone(memory_format=torch.contiguous_format)
         return y, {"position": packing.ends(state.get("position"), x.device), **new}
+
+    def has_room(self, part: Tensor) -> bool:
+        """Whether a part of the state belongs to a larger buffer, whose room is for the next tokens."""
+        return False
 
     @classmethod
     def complete(cls, options: dict[str, Any]) -> dict[str, Any]:

@@ -218,15 +218,15 @@ class AttentionReading(Reading):
         q, cache, at, visible = self.given
         keys, dtype = cache["keys"], compute_dtype(q)
         slots = torch.arange(keys.shape[1], device=q.device)
+        place = slots if at is None else at[0]
         if visible is None:
-            visible = slots <= slots.unsqueeze(-1)
+            visible = slots <= place.unsqueeze(-1)
         rows = []
         for head in self.chosen:
             group = self._group(head, keys.shape[2])
             scores = q[0, :, head].to(dtype) @ keys[0, :, group].to(dtype).T * q.shape[-1] ** -0.5
             if "forget" in cache:
                 total = wide(cache["forget"][0, :, head]).clamp(min=FLOOR[dtype]).cumsum(0)
-                place = slots if at is None else at[0]
                 scores = scores + (total[place].unsqueeze(-1) - total).to(dtype)
             weights = scores.masked_fill(~visible.view(scores.shape), -torch.inf).softmax(-1)
             rows.append(weights[:, -self.tokens :])
