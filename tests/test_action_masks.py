@@ -102,3 +102,28 @@ def test_a_run_passes_masks_to_models_that_read_them():
     run = plain.open()
     assert "action_mask" not in run.data(ExecutionConfig())[0]
     assert run.validation()(Objective(LanguageModel(plain.model))) >= 0
+
+
+def test_tests_by_token():
+    """They read one token at a time, with their masks."""
+    task = {"name": "sysprompt", "length": 64, "num_pairs": 4}
+    config = RunConfig(
+        model=preset("mamba2+ska", **SIZES), steps=1, batch_size=2, learning_rate=1e-3, stages=((task,),),
+        validation=(task,), tests=(TestSpec(name="recall", task=task),), action_mask=True, by_token=True,
+    )  # fmt: skip
+    model, seen = LanguageModel(config.model), []
+    torch.nn.init.normal_(model.blocks[1].mixer.out_proj.weight)
+    model.blocks[1].mixer.register_forward_pre_hook(
+        lambda _, args, named: seen.append((args[0].shape[1], named["shared"]["action_mask"].sum())), with_kwargs=True
+    )
+    rows = config.open().evaluate(model, diverged=False)["tests"]
+    assert [row["test"] for row in rows] == ["recall", "recall_by_token"]
+    assert rows[0]["accuracy"] == rows[1]["accuracy"]  # of a layer whose outputs are those of one pass
+    (length, facts), *pieces = seen
+    assert length == 64
+    assert len(pieces) == 64
+    assert {length for length, _ in pieces} == {1}
+    assert sum(facts for _, facts in pieces) == facts == 256 * 8
+    whole = {"mixer": "ska", "options": {"mode": "masked", "num_heads": 4}, "layers": [1]}
+    with pytest.raises(ValueError, match="reads in both directions, so there is no by_token"):
+        dataclasses.replace(config, model=dataclasses.replace(config.model, hybrid=whole))

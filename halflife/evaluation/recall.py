@@ -25,6 +25,7 @@ def accuracy(
     num_examples: int,
     bf16: bool = False,
     action_mask: bool = False,
+    by_token: bool = False,
 ) -> float:
     """Return the fraction of scored positions whose label is the model's likeliest token.
 
@@ -38,9 +39,10 @@ def accuracy(
         num_examples: number of examples, at least 1.
         bf16: whether to use mixed precision, for a model that was trained with it.
         action_mask: whether the model gets the examples' action masks.
+        by_token: whether the model reads one token at a time, as in generation, and not a whole example in one pass.
     """
     right = scored = 0
-    for labels, logits in _scored_logits(model, task, split, seed, num_examples, bf16, action_mask):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, bf16, action_mask, by_token):
         mask = labels != IGNORED
         correct = torch.ones_like(mask)
         correct[mask] = logits.argmax(-1) == labels[mask]
@@ -65,8 +67,9 @@ def by_position(
 
 
 def _scored_logits(
-    model: LanguageModel, task: Task, split: str, seed: int, num_examples: int, bf16: bool, action_mask: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
+    model: LanguageModel, task: Task, split: str, seed: int, num_examples: int, bf16: bool, action_mask: bool,
+    by_token: bool = False,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Yield `labels [b, T]` and the float32 logits at the scored positions, on the CPU, batch by batch."""
     if num_examples < 1:
         raise ValueError(f"num_examples must be at least 1; got {num_examples}")
@@ -78,6 +81,16 @@ def _scored_logits(
         for inputs, labels, facts in parts:
             mask = facts.to(device) if action_mask else None
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                hidden, _ = model.hidden(inputs.to(device), action_mask=mask)
+                hidden = _hidden(model, inputs.to(device), mask, 1 if by_token else task.length)
                 logits = model.logits(hidden[(labels != IGNORED).to(device)])
             yield labels, logits.float().cpu()
+
+
+def _hidden(model: LanguageModel, ids: Tensor, mask: Tensor | None, size: int) -> Tensor:
+    """The hidden states `[b, T, D]` of a model that reads `size` tokens at a time."""
+    hidden, state = [], None
+    for at in range(0, ids.shape[1], size):
+        own = None if mask is None else mask[:, at : at + size]
+        new, state = model.hidden(ids[:, at : at + size], state, action_mask=own)
+        hidden.append(new)
+    return torch.cat(hidden, 1)

@@ -53,6 +53,7 @@ class RunConfig(CellConfig):
         test_examples: examples of each test.
         action_mask: whether the model gets the action masks of its examples, in training, validation and tests. Models
             without spectral Koopman attention ignore them.
+        by_token: whether each test is made once more, as `NAME_by_token`, by reading one token at a time.
     """
 
     measure: ClassVar[str] = "accuracy"
@@ -63,6 +64,7 @@ class RunConfig(CellConfig):
     validation_examples: int = 256
     test_examples: int = 256
     action_mask: bool = False
+    by_token: bool = False
 
     @property
     def passes_action_mask(self) -> bool:
@@ -79,6 +81,9 @@ class RunConfig(CellConfig):
         for name in ("validation_examples", "test_examples"):
             if not 1 <= getattr(self, name) <= MOST_EXAMPLES:
                 raise ValueError(f"{name} must be between 1 and {MOST_EXAMPLES:,}; got {getattr(self, name)}")
+        options = [self.model.mixer_options, *(kind["options"] for kind in self.model.hybrids)]
+        if self.by_token and any(own.get("mode") == "masked" for own in options):
+            raise ValueError("Koopman attention of mode 'masked' reads in both directions, so there is no by_token")
         if not self.stages or not self.validation or not all(self.stages):
             raise ValueError("a run needs at least one task in every stage, and at least one task to validate on")
         for task in (*chain(*self.mixtures), *(test.built for test in self.tests)):  # impossible sizes raise here
@@ -136,18 +141,21 @@ class TaskRun(ModelRun):
     def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
         tests = self.config.tests
         return {
-            "tests": [self._score(model, test, diverged) for test in tests],
+            "tests": [
+                self._score(model, test, diverged, by_token)
+                for by_token in (False, True)[: 1 + self.config.by_token] for test in tests
+            ],
             "positions": [
                 {"test": t.name, "length": t.built.length, **by_position(model, t.built, **self._test_settings(t))}
                 for t in tests if t.built.dense and not diverged
             ],
         }  # fmt: skip
 
-    def _score(self, model: LanguageModel, test: TestSpec, diverged: bool) -> dict[str, Any]:
-        task = test.built
+    def _score(self, model: LanguageModel, test: TestSpec, diverged: bool, by_token: bool) -> dict[str, Any]:
+        task, settings = test.built, {**self._test_settings(test), "by_token": by_token}
         return {
-            "test": test.name, "length": task.length, "num_pairs": test.task.get("num_pairs"),
-            "accuracy": float("nan") if diverged else accuracy(model, task, **self._test_settings(test)),
+            "test": test.name + by_token * "_by_token", "length": task.length, "num_pairs": test.task.get("num_pairs"),
+            "accuracy": float("nan") if diverged else accuracy(model, task, **settings),
             "chance": task.chance, "shortcut_accuracy": task.shortcut_accuracy, "lag": median_lag(task),
         }  # fmt: skip
 
