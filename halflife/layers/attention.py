@@ -178,10 +178,11 @@ class Attention(Mixer):
         longest = self._slots(first + new, width, held + width if cu_seqlens is None or not state else None)
 
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
-            filled = tokens.new_zeros(rows, size, *tokens.shape[2:])
+            filled, held = tokens.new_empty(rows, size, *tokens.shape[2:]), 0 if old is None else old.shape[1]
             if old is not None:
-                filled = torch.cat([old[:, :size].to(tokens.dtype), filled[:, old.shape[1] :]], 1)
-            return filled.index_put((row, at), tokens.flatten(0, 1))
+                filled[:, :held] = old[:, :size]
+            filled[:, held:] = 0
+            return filled.index_put_((row, at), tokens.flatten(0, 1))
 
         cache = {name: place(x, longest, slot + first[row], state.get(name)) for name, x in tokens.items()}
         at = torch.arange(width, device=q.device) + first.unsqueeze(1)  # [N, width]: index of each query
