@@ -104,7 +104,7 @@ def _state(mixer: Mixer, state: State | None, done: int, length: int) -> State:
 
 def _step(mixer: Mixer, state: State | None):
     x = torch.randn(1, 1, HIDDEN)
-    return lambda: mixer(x, state)
+    return timing.decoding(lambda before: mixer(x, before)[1], state)
 
 
 # ------------------------------------------------------------------------------------ an operator a token

@@ -51,7 +51,9 @@ def table(names: list[str]) -> list[str]:
     # All with kernels, then all without: the second run of one layer would find its weights in the cache.
     cells = [(name, native) for native in (True, False) for name in mixers]
     training = timing.medians({(n, native): partial(_train, mixers[n], x, native) for n, native in cells}, 60)
-    decoding = timing.medians({(n, native): partial(_step, mixers[n], x, states[n], native) for n, native in cells}, 10)
+    decoding = timing.medians(
+        {(n, native): timing.decoding(partial(_step, mixers[n], x, native), states[n]) for n, native in cells}, 10
+    )
     copy = timing.copy_rate()
     lines = [
         "## Layers",
@@ -82,9 +84,9 @@ def _train(mixer: layers.Mixer, x: torch.Tensor, native: bool) -> None:
         mixer(x)[0].sum().backward()
 
 
-def _step(mixer: layers.Mixer, x: torch.Tensor, state: layers.State, native: bool) -> None:
+def _step(mixer: layers.Mixer, x: torch.Tensor, native: bool, state: layers.State) -> layers.State:
     with contextlib.nullcontext() if native else timing.without_kernels(), torch.no_grad():
-        mixer(x[:, :1], state)
+        return mixer(x[:, :1], state)[1]
 
 
 def _mixer(name: str) -> layers.Mixer:

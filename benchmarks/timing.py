@@ -41,6 +41,29 @@ def medians(
     return {name: median(values) for name, values in times.items()}
 
 
+CARRIED = 64  # tokens that `decoding` reads behind a context
+
+
+def decoding(step: Callable[[Any], Any], state: Any) -> Callable[[], None]:
+    """Return a function that decodes a token behind the token of the call before.
+
+    A state that is read again and again is a cache that goes on in many ways, which softmax attention has to copy each
+    time. After `CARRIED` tokens it begins again behind `state`, so that the context keeps its length.
+
+    Args:
+        step: takes a state, reads a token and returns the new state.
+        state: that of the context.
+    """
+    read, after = 0, state
+
+    def decode() -> None:
+        nonlocal read, after
+        after = step(after if read % CARRIED else state)
+        read += 1
+
+    return decode
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

@@ -6,6 +6,7 @@ import mmap
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,29 @@ def test_peak_is_of_this_run_alone():
 def test_without_proc(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "STATUS", tmp_path / "status")
     assert_raises(FileNotFoundError, "only Linux has", timing.peak_memory, lambda: None)
+
+
+def test_a_timed_token_follows_the_one_before(script):
+    """The cache of attention is then copied once for many tokens, and not for each, and keeps near its length."""
+    timing = script("timing")
+    mixer = script("decode").layers.build("attention", hidden_size=16, num_heads=2)
+    read, steps = [], timing.CARRIED + 2
+
+    @torch.no_grad()
+    def step(state):
+        read.append(state)
+        return mixer(torch.randn(1, 1, 16), state)[1]
+
+    context = step({"position": torch.tensor([5]), **{name: torch.randn(1, 5, 2, 8) for name in ("keys", "values")}})
+    read.clear()
+    decode = timing.decoding(step, context)
+    for _ in range(steps):
+        decode()
+    lengths = [state["keys"].shape[1] for state in read]
+    assert lengths == [*range(6, 6 + timing.CARRIED), 6, 7]
+    places = [state["keys"].data_ptr() for state in read]
+    copies = sum(before != after for before, after in pairwise(places))
+    assert copies < steps / 4
 
 
 def test_counters_are_no_bytes_of_a_state(script):
