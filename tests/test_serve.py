@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from helpers import add_noise, assert_raises, cases
 
 from halflife import LanguageModel, Session, preset
-from halflife.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
+from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from halflife.models import graphs
 from halflife.models.states import size
 from halflife.models.text import TextStream
@@ -204,6 +204,36 @@ def test_an_error_of_the_model_ends_its_jobs_and_not_the_engine(part, monkeypatc
     assert tokens(events) == alone(model, [1])
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_that_the_tokenizer_cannot_write_ends_its_job_alone(count):
+    """Slow tokenizers of transformers raise an error for an id that a model has to spare."""
+
+    class Narrow(ByteTokenizer):
+        def decode(self, ids):
+            assert 200 not in list(ids)
+            return super().decode(ids)
+
+    model = tiny()
+    shared, bad = Engine(model, Narrow(), piece=16), []
+    good = submit(shared, [2, 3], max_tokens=6)
+    shared.turn()
+    shared.submit(Job([1, 200], Settings(max_tokens=4, n=count), bad.append))
+    run(shared, bad, good)
+    assert "AssertionError" in bad[-1].message
+    assert tokens(good) == alone(model, [2, 3], 6)
+    assert (shared.active, shared.counts.failed) == (0, 1)
+
+
+def test_a_job_that_ends_early_keeps_no_state():
+    shared = engine(tiny("llama"))
+    job = shared.submit(Job([1] * 100, Settings(max_tokens=4), lambda event: None))
+    shared.turn()
+    assert job.state is not None
+    job.cancelled = True
+    shared.turn()
+    assert (job.state, job.hidden) == (None, None)
+
+
 def test_a_fault_of_the_engine_ends_its_jobs_and_not_its_thread(model, monkeypatch):
     shared = engine(model)
     with monkeypatch.context() as broken:
@@ -254,6 +284,19 @@ def test_stop_strings_end_the_text_wherever_tokens_end(pieces, stops, expected):
     assert [stream.push([i]) for i in range(len(pieces))] == expected
     assert stream.stopped == bool(stops)
     assert stream.released == sum(map(len, expected))
+
+
+def test_a_long_stop_string_is_compared_as_far_as_there_is_text():
+    class Counted(str):
+        cuts = 0
+
+        def __getitem__(self, part):
+            Counted.cuts += 1
+            return super().__getitem__(part)
+
+    stream = TextStream(BYTES.decode, stops=[Counted("b" * 1_000_000)])
+    assert [stream.push([byte]) for byte in b"abba"] == ["a", "", "", "bba"]
+    assert Counted.cuts < 20
 
 
 def test_characters_wait_for_their_last_byte():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_same, generator
+from helpers import assert_close, assert_raises, assert_same, cases, generator
 from pairwise import slow_beyond
 from test_registry import KINDS, NAMES, build, tokens
 
-from halflife import Session
+from halflife import Session, layers
 from halflife.data.tokenizers import load_tokenizer
 from halflife.hf import HalflifeForCausalLM
 from halflife.hf.cache import CACHE
@@ -148,3 +148,31 @@ def test_states_have_transforms_of_torch_func():
     x = torch.randn(3, 5, model.config.hidden_size, generator=generator("transforms"))
     gradient = torch.func.vmap(torch.func.grad(lambda x: mixer(x[None])[1]["shift"].sum()))(x)
     assert torch.equal(gradient, torch.zeros_like(x).index_fill(1, torch.tensor([4]), 1.0))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_caches_have_vmap_where_the_tokens_are_the_same(window):
+    mixer, draws = layers.build("fox", hidden_size=8, num_heads=2, window=window).double(), generator("caches")
+    x = torch.randn(1, 3, 8, dtype=torch.double, generator=draws)
+    _, state = mixer(x)
+    keys = torch.randn(2, *state["keys"].shape, dtype=torch.double, generator=draws)
+
+    def read(keys):
+        return mixer(x, {**state, "keys": keys})[0]
+
+    assert_close(torch.vmap(read)(keys), torch.stack([read(each) for each in keys]), 1e-12)
+
+
+@cases("change", lambda x: x[:1], lambda x: x[:, :, :1], lambda x: x[..., :1])
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_cache_of_another_shape_is_an_error(packed, length, change):
+    """It is not repeated along its axes until it fits."""
+    mixer = layers.build("attention", hidden_size=8, num_heads=2)
+    x = torch.zeros(3, length, 8)
+    bounds = torch.arange(4) * length
+    with torch.no_grad():
+        _, state = mixer(x)
+        state = {name: part if name == "position" else change(part) for name, part in state.items()}
+        given = (x.view(1, -1, 8), state, bounds) if packed else (x, state)
+        assert_raises(RuntimeError, "must match", mixer, *given)

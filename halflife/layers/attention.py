@@ -178,10 +178,9 @@ class Attention(Mixer):
         longest = self._slots(first + new, width, held + width if cu_seqlens is None or not state else None)
 
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
-            filled, held = tokens.new_empty(rows, size, *tokens.shape[2:]), 0 if old is None else old.shape[1]
+            filled = tokens.new_zeros(rows, size if old is None else max(size - old.shape[1], 0), *tokens.shape[2:])
             if old is not None:
-                filled[:, :held] = old[:, :size]
-            filled[:, held:] = 0
+                filled = torch.cat([old[:, :size].to(tokens.dtype), filled], 1)
             return filled.index_put_((row, at), tokens.flatten(0, 1))
 
         cache = {name: place(x, longest, slot + first[row], state.get(name)) for name, x in tokens.items()}
@@ -260,7 +259,8 @@ def appended(old: Tensor, new: Tensor) -> Tensor:
     more goes into a new buffer.
     """
     size, end = old.shape[1], old.shape[1] + new.shape[1]
-    if torch.is_grad_enabled() or old.dtype != new.dtype:
+    fits = old.dtype == new.dtype and old[:, :0].shape == new[:, :0].shape  # else `cat` casts it or says why not
+    if torch.is_grad_enabled() or not fits:
         return torch.cat([old.to(new.dtype), new], 1)
     with _LOCK:
         room = _ROOMS.get(old)

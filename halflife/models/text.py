@@ -95,7 +95,9 @@ class TextStream:
         return len(self._known)
 
     def _begun(self) -> int:
-        begun = (n for stop in self._stops for n in range(1, len(stop)) if self._waiting.endswith(stop[:n]))
+        waiting = self._waiting
+        lengths = ((stop, range(1, min(len(stop), len(waiting) + 1))) for stop in self._stops)
+        begun = (n for stop, most in lengths for n in most if waiting.endswith(stop[:n]))
         return max(begun, default=0)
 
 

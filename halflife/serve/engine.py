@@ -187,6 +187,7 @@ class Engine:
             keep(group, [i for i, row in enumerate(group.rows) if row.job not in jobs])
         self._groups = [group for group in self._groups if group.rows]
         for job in jobs:
+            job.free()
             job.emit(Failed(reason))
 
     def _let_in(self) -> None:
@@ -218,16 +219,21 @@ class Engine:
                 break  # because the next calls may have these jobs too; the others go on at the next turn
         for job in [job for job in self._reading if job.position == len(job.tokens)]:
             self._reading.remove(job)
-            if job.settings.max_tokens == 0:
-                self._finish(job, job.state, job.hidden, [])
-                continue
-            assert job.state is not None
-            assert job.hidden is not None
-            job.left = job.settings.n
-            rows = [Row(job, i, self.tokenizer, self.device) for i in range(job.left)]
-            state = select(job.state, [0] * len(rows)) if len(rows) > 1 else job.state
-            self._groups.append(Group(rows, state, job.hidden.expand(len(rows), -1)))
-            job.state = job.hidden = None
+            try:
+                self._begin(job)
+            except Exception as error:
+                self._fail({job}, _reason(error))
+
+    def _begin(self, job: Job) -> None:
+        """Begin the continuations of a prompt that is read."""
+        if job.settings.max_tokens == 0:
+            return self._finish(job, job.state, job.hidden, [])
+        assert job.state is not None
+        assert job.hidden is not None
+        rows = [Row(job, i, self.tokenizer, self.device) for i in range(job.settings.n)]
+        state = select(job.state, [0] * len(rows)) if len(rows) > 1 else job.state
+        self._groups.append(Group(rows, state, job.hidden.expand(len(rows), -1)))
+        job.left, job.state, job.hidden = len(rows), None, None
 
     def _portions(self) -> dict[Job, int]:
         """Return how many tokens of each prompt this turn reads. Short prompts leave their share to longer ones."""
@@ -306,8 +312,7 @@ class Engine:
             if job.keep:
                 recent = context(self.tokenizer.decode, [*job.before, *read])
                 after = Prefix(before + len(read), state, hidden, tuple(recent))
-            # Jobs are parts of circles of references, which Python frees late, so a job must hold no state.
-            job.state = job.hidden = job.begin = None
+            job.free()
             job.emit(Done(len(job.tokens), job.reused, job.written, after, tuple(tokens[-1:])))
 
 

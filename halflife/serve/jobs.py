@@ -122,6 +122,10 @@ class Job:
         """Rows of the batch that the job needs."""
         return max(1, self.settings.n)
 
+    def free(self) -> None:
+        """Let the states go at the end: a job is part of a circle of references, which Python frees late."""
+        self.state = self.hidden = self.begin = None
+
 
 class Row:
     """Continuation number `choice` of a job whose prompt is read. `device` is that of the random numbers."""
