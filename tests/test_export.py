@@ -350,6 +350,7 @@ def test_an_int8_map_is_the_map_up_to_half_a_step_of_its_scale():
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     allowed = x.abs().sum(-1, keepdim=True) * step * 0.5 * 1.6 + 2**-8 * exact.abs() + 1e-2
     assert small(x).shape == (2, 3, 19)
+    assert small(x[:, :0]).shape == (2, 0, 19)
     assert ((small(x) - exact).abs() <= allowed).all()
     assert (small(x) - exact).abs().max() > 1e-4  # it is no float32 map
 

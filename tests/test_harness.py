@@ -145,6 +145,15 @@ def test_generate_writes_what_a_session_does(name, monkeypatch):
     assert {token for row in sampled for token in row} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_no_text(temperature):
+    model = build("mamba2")
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    given = {"temperature": temperature}
+    assert_raises(ValueError, "not finite", batched.generate, model, [[1], [2, 3]], 3, lambda tokens: False, **given)
+
+
 def requests(kind, *arguments):
     from lm_eval.api.instance import Instance
 

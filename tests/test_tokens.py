@@ -91,6 +91,7 @@ def test_text_makes_no_special_token_and_bytes_that_are_no_utf8_are_replaced(sav
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     tokenizer = load_tokenizer(saved)
     assert tokenizer.decode(tokenizer.encode(b"a\xff\xfeb")) == "a\ufffd\ufffdb"
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffd\ufffd\ufffdb"  # half a surrogate pair
 
 
 def test_the_fingerprint_follows_the_tokenizer(saved, tmp_path):

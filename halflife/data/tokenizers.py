@@ -93,7 +93,9 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         if not texts:
             return []
-        strings = [text.decode("utf-8", "replace") if isinstance(text, bytes) else text for text in texts]
+        # JSON can contain half a surrogate pair, which is not UTF-8.
+        data = (text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass") for text in texts)
+        strings = [part.decode("utf-8", "replace") for part in data]
         if self.tokenizer.is_fast:
             encodings = self._parallel.encode_batch_fast(strings, add_special_tokens=False)
             return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]

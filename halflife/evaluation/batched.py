@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halflife.models import LanguageModel, ModelState
 from halflife.models.states import select
-from halflife.models.text import draw
+from halflife.models.text import NOT_FINITE, draw, likeliest
 
 Ids = Sequence[int]
 Row = TypeVar("Row")
@@ -109,13 +109,19 @@ def generate(
         done: function of a row's new tokens that returns whether the row ends. The last token is part of the result.
         vocab_size: vocabulary of the tokenizer, if the model's is larger; larger ids are never drawn.
         temperature, top_k, top_p: as in `Session.sample`; temperature 0 takes the likeliest token.
+
+    Raises:
+        ValueError: a logit is not finite.
     """
     written: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts) if max_tokens > 0 else 0))
     hidden, state = _read_to_end(model, [prompts[row] for row in live])
     while live and hidden is not None and state is not None:
         logits = model.logits(hidden)[:, :vocab_size]
-        tokens = [draw(row, temperature, top_k, top_p) for row in logits] if temperature else logits.argmax(-1).tolist()
+        if temperature:
+            tokens = [draw(row, temperature, top_k, top_p) for row in logits]
+        elif min(tokens := likeliest(logits).tolist()) < 0:
+            raise ValueError(NOT_FINITE)
         for row, token in zip(live, tokens, strict=True):
             written[row].append(token)
         going = [i for i, row in enumerate(live) if len(written[row]) < max_tokens and not done(written[row])]
