@@ -1,5 +1,7 @@
 """A state keeps no memory but its own: not the activations of a long prompt, nor the tokens of the caller."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers import assert_close, assert_raises, assert_same, cases, generator
@@ -148,6 +150,26 @@ def test_states_have_transforms_of_torch_func():
     x = torch.randn(3, 5, model.config.hidden_size, generator=generator("transforms"))
     gradient = torch.func.vmap(torch.func.grad(lambda x: mixer(x[None])[1]["shift"].sum()))(x)
     assert torch.equal(gradient, torch.zeros_like(x).index_fill(1, torch.tensor([4]), 1.0))
+
+
+def test_threads_that_go_on_from_one_state_share_no_slots():
+    mixer = layers.build("attention", hidden_size=8, num_heads=2).double()
+    x = torch.randn(8, 1, 30, 8, dtype=torch.double, generator=generator("threads"))
+    with torch.no_grad():
+        _, state = mixer(x[0])
+
+        def read(rows):
+            y, after = [], state
+            with torch.no_grad():  # each thread has its own mode
+                for token in rows.split(1, 1):
+                    out, after = mixer(token, after)
+                    y.append(out)
+            return torch.cat(y, 1)
+
+        with ThreadPoolExecutor(8) as pool:
+            found = [*pool.map(read, x)]
+        for rows, y in zip(x, found, strict=True):
+            assert_close(y, mixer(torch.cat([x[0], rows], 1))[0][:, 30:], 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 5])

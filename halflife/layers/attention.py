@@ -262,13 +262,15 @@ def appended(old: Tensor, new: Tensor) -> Tensor:
     fits = old.dtype == new.dtype and old[:, :0].shape == new[:, :0].shape  # else `cat` casts it or says why not
     if torch.is_grad_enabled() or not fits:
         return torch.cat([old.to(new.dtype), new], 1)
-    with _LOCK:
+    with _LOCK:  # of two threads, one takes the room
         room = _ROOMS.get(old)
-        if room is None or not room.fits(size, end):
-            shape = (len(new), new.shape[2], end + min(ROOM, 16 + end // 8), *new.shape[3:])
-            room = _Room(new.new_empty(shape).transpose(1, 2), size)  # attention reads head after head
-            room.buffer[:, :size] = old
-        room.filled = end
+        room = room if room is not None and room.fits(size, end) else None
+        if room is not None:
+            room.filled = end
+    if room is None:
+        shape = (len(new), new.shape[2], end + min(ROOM, 16 + end // 8), *new.shape[3:])
+        room = _Room(new.new_empty(shape).transpose(1, 2), end)  # attention reads head after head
+        room.buffer[:, :size] = old
     room.buffer[:, size:end] = new
     result = room.buffer[:, :end]
     _ROOMS[result] = room
