@@ -206,8 +206,6 @@ def test_an_error_of_the_model_ends_its_jobs_and_not_the_engine(part, monkeypatc
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_prompt_that_the_tokenizer_cannot_write_ends_its_job_alone(count):
-    """Slow tokenizers of transformers raise an error for an id that a model has to spare."""
-
     class Narrow(ByteTokenizer):
         def decode(self, ids):
             assert 200 not in list(ids)

@@ -9,6 +9,7 @@ from halflife.cli import main
 from halflife.data.tokenizers import (
     KINDS,
     ByteTokenizer,
+    HuggingFaceTokenizer,
     check_vocabulary,
     load_tokenizer,
     read_ids,
@@ -92,6 +93,15 @@ def test_text_makes_no_special_token_and_bytes_that_are_no_utf8_are_replaced(sav
     tokenizer = load_tokenizer(saved)
     assert tokenizer.decode(tokenizer.encode(b"a\xff\xfeb")) == "a\ufffd\ufffdb"
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffd\ufffd\ufffdb"  # half a surrogate pair
+
+
+def test_ids_beyond_a_tokenizer_of_hugging_face_have_no_text(saved):
+    """One in Rust, and one in Python, whose `decode` raises an error for such an id."""
+    from transformers import ByT5Tokenizer
+
+    for tokenizer in (load_tokenizer(saved), HuggingFaceTokenizer(ByT5Tokenizer(), "byt5")):
+        ids = tokenizer.encode("the state").tolist()
+        assert tokenizer.decode([*ids, tokenizer.vocab_size, 5000, *ids]) == "the statethe state"
 
 
 def test_the_fingerprint_follows_the_tokenizer(saved, tmp_path):

@@ -110,8 +110,10 @@ class HuggingFaceTokenizer:
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Ids) -> str:
+        # Ids that a model has to spare have no text in Rust, and are an error in Python.
+        known = [i for i in map(int, ids) if i < self.vocab_size]
         # A clean-up would take spaces out of code, and out of text that a stream has shown already.
-        return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def fingerprint(self) -> str:
         if self.tokenizer.is_fast:
