@@ -14,7 +14,7 @@ from helpers import add_noise, assert_raises, cases
 from halflife import LanguageModel, Session, preset
 from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from halflife.models import graphs
-from halflife.models.states import size
+from halflife.models.states import size, stack
 from halflife.models.text import TextStream
 from halflife.serve.app import Limits, build
 from halflife.serve.engine import Engine, last_hidden
@@ -167,6 +167,9 @@ def test_the_states_of_prefixes_stay_within_their_bytes(monkeypatch):
     assert cache.bytes <= cache.capacity
     assert cache.find([8, 8, 1])[0].length == 2
     assert cache.find([0, 0, 1])[0] is None
+    cache.add([9, 9], stack([state] * 4), torch.zeros(16, dtype=torch.float64))  # it alone is too large
+    assert len(cache) == 3
+    assert cache.find([9, 9, 1])[0] is None
 
 
 def test_a_long_prompt_does_not_stop_the_others():

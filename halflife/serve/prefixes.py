@@ -82,6 +82,8 @@ class PrefixCache:
             self._entries.move_to_end(key)
             return
         prefix = Prefix(len(tokens), state, hidden.clone())
+        if _bytes(prefix) > self.capacity:  # all others would leave for nothing
+            return
         self._entries[key] = prefix
         self._lengths[prefix.length] += 1
         self.bytes += _bytes(prefix)
