@@ -271,6 +271,7 @@ def appended(old: Tensor, new: Tensor) -> Tensor:
         shape = (len(new), new.shape[2], end + min(ROOM, 16 + end // 8), *new.shape[3:])
         room = _Room(new.new_empty(shape).transpose(1, 2), end)  # attention reads head after head
         room.buffer[:, :size] = old
+        room.buffer[:, end:] = 0  # who saves the memory of a state saves its room
     room.buffer[:, size:end] = new
     result = room.buffer[:, :end]
     _ROOMS[result] = room
