@@ -68,7 +68,7 @@ def test_every_verdict_has_its_evidence():
         assert reading.files, claim.says
         for name in reading.files:
             if name.endswith(".csv"):
-                of_tests = name.replace("_steps", "")  # beside validations by step at the selected rates
+                of_tests = re.sub("_steps|_positions", "", name)  # beside these at the selected rates
                 rows, tried = (claims.read_table(claims.RESULTS / each) for each in (name, of_tests))
                 assert len({row["seed"] for row in rows}) >= 3
                 assert len({row["learning_rate"] for row in tried}) >= 3

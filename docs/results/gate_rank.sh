@@ -29,6 +29,8 @@ halflife compare mamba2+gate_rank gated_deltanet+gate_rank --experiment gate-ran
 halflife compare mamba2+gate_rank gated_deltanet+gate_rank --experiment gate-rank-niah --scale small --seeds 3 --lr 1e-2
 
 halflife compare --experiment gate-rank-s5 --scale small --seeds 3
+halflife compare mamba2 mamba2+gate_rank gated_deltanet gated_deltanet+gate_rank --experiment gate-rank-s5 --scale paper --seeds 3 \
+    --tune-seeds 1 --lr 1e-3 3e-3 1e-2
 halflife compare mamba2 mamba2+gate_rank gated_deltanet gated_deltanet+gate_rank gated_deltanet:neg \
     gated_deltanet+gate_rank:neg --experiment gate-rank-s5 --words swaps --scale small --steps 2000 --seeds 3
 halflife compare gated_deltanet:neg gated_deltanet+gate_rank:neg 'gated_deltanet:neg@state(gated_deltanet+gate_rank:neg)' \
