@@ -109,7 +109,7 @@ def test_tests_by_token():
     task = {"name": "sysprompt", "length": 64, "num_pairs": 4}
     config = RunConfig(
         model=preset("mamba2+ska", **SIZES), steps=1, batch_size=2, learning_rate=1e-3, stages=((task,),),
-        validation=(task,), tests=(TestSpec(name="recall", task=task),), action_mask=True, by_token=True,
+        validation=(task,), tests=(TestSpec(name="recall", task=task, examples=100),), action_mask=True, by_token=True,
     )  # fmt: skip
     model, seen = LanguageModel(config.model), []
     torch.nn.init.normal_(model.blocks[1].mixer.out_proj.weight)
@@ -123,7 +123,7 @@ def test_tests_by_token():
     assert length == 64
     assert len(pieces) == 64
     assert {length for length, _ in pieces} == {1}
-    assert sum(facts for _, facts in pieces) == facts == 256 * 8
+    assert sum(facts for _, facts in pieces) == facts == 100 * 8
     whole = {"mixer": "ska", "options": {"mode": "masked", "num_heads": 4}, "layers": [1]}
     with pytest.raises(ValueError, match="reads in both directions, so there is no by_token"):
         dataclasses.replace(config, model=dataclasses.replace(config.model, hybrid=whole))
