@@ -54,3 +54,9 @@ halflife compare gla+post_released gated_deltanet+post_released rwkv7+post_relea
 halflife compare rwkv7+post_released --experiment post-taken-apart-text --scale small --seeds 1 --lr 4e-3 --set training.bf16=false
 halflife compare gla gated_deltanet --experiment post-taken-apart-text --scale small --seeds 3 --lr 1e-3 --set training.bf16=false
 halflife compare rwkv7 --experiment post-taken-apart-text --scale small --seeds 3 --lr 2e-3 --set training.bf16=false
+halflife compare mamba2 mamba2:frozen-gain mamba2:static mamba2:gain --experiment post-taken-apart-text --scale small --seeds 5 --only-seeds 3 4 --lr 2e-3
+halflife compare mamba2:post mamba2:frozen --experiment post-taken-apart-text --scale small --seeds 5 --only-seeds 3 4 --lr 1e-3
+halflife compare gla gla+post_released gated_deltanet gated_deltanet+post_released --experiment post-taken-apart-text --scale small --seeds 5 --only-seeds 3 4 \
+    --lr 1e-3 --set training.bf16=false
+halflife compare rwkv7 rwkv7+post_released gated_deltanet:frozen --experiment post-taken-apart-text --scale small --seeds 5 --only-seeds 3 4 \
+    --lr 2e-3 --set training.bf16=false
