@@ -70,6 +70,7 @@ halflife compare gated_deltanet+ska --experiment overview --scale small --seeds 
 halflife compare gated_deltanet deltanet kda gdn2 comba mesa mamba2+ska gated_deltanet+gate_rank --experiment overview --scale small --seeds 5 --only-seeds 3 4 --lr 0.01
 halflife compare retnet+post --experiment overview --scale small --seeds 3 --only-seeds 1 2 --lr 0.01
 halflife compare deltaproduct --experiment overview --scale small --seeds 3 --only-seeds 1 2 --lr 0.003
+halflife compare mamba2+post_released --experiment overview --scale small --seeds 5 --tune-seeds 1 --output runs/overview_released
 python docs/overview.py runs/overview* runs/overview*/text
 halflife compare gated_deltanet --experiment overview --scale small --seeds 3 --tune-seeds 1 --lr 1e-2 3e-3 3e-2 \
     --set mixer.allow_neg_eigval=true --output runs/overview_neg
@@ -79,3 +80,4 @@ halflife compare gated_deltanet --experiment post-taken-apart-text --scale small
     --set training.bf16=false --set mixer.allow_neg_eigval=true
 halflife compare gated_deltanet --experiment post-taken-apart-text --scale small --seeds 1 --lr 4e-3 \
     --set training.bf16=false --set mixer.allow_neg_eigval=true
+halflife compare mamba2 --experiment overview --scale small --seeds 3 --lr 3e-3 --set mixer.num_groups=4
