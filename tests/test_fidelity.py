@@ -63,7 +63,7 @@ def test_options_in_the_table_exist():
         "training": get_type_hints(RunConfig), "mixer": constructor_options(LAYERS["mamba2"]),
     }  # fmt: skip
     options = re.findall(r"`(decay|ska|gate_rank|post|training|mixer)\.(\w+)`", section)
-    assert len(options) == 18
+    assert len(options) == 19
     assert all(option in groups[group] for group, option in options)
     assert all(f"`{choice}`" in section for choice in (*ATTACHMENTS, *INITIALIZATIONS))
 

@@ -199,7 +199,18 @@ def mamba3(name):
     parts = {key.rpartition(".")[0] or key for key, _ in mixer(name).named_parameters()}
     assert not any("conv" in key for key in parts)
     assert any("conv" in key for key, _ in mixer("mamba3_echo").named_parameters())
-    return "a learned decay rate", "no convolution"
+
+    def log_decay(rate_floor):
+        found = []
+        torch.manual_seed(0)
+        for _ in range(50):
+            layer = layers.build("mamba3", hidden_size=64, num_heads=8, rate_floor=rate_floor)
+            layer.decay.register_forward_hook(lambda _, args, out: found.append(out[0].detach()))
+            layer(torch.randn(1, 64, 64))
+        return torch.cat(found).median().item()
+
+    assert 9 < log_decay(None) / log_decay(1e-4) < 15
+    return "a learned decay rate", "`mixer.rate_floor=1e-4`", "ten times the time-scales"
 
 
 CHECKS = POST | {
