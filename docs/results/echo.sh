@@ -11,6 +11,9 @@ halflife compare gated_deltanet:h4 --experiment koopman-powers --scale smoke --s
 halflife compare 'gated_deltanet:h4@state(K1:h4)' 'gated_deltanet:h1@state(K1:h1)' 'gated_deltanet:h4-none@state(K1:h4-none)' \
     'gated_deltanet:l3@state(K1:l3)' --experiment koopman-powers --scale smoke --steps 1800 --seeds 3 --tune-seeds 1
 
+halflife compare K2:h4 K2:h1 --experiment koopman-powers --scale smoke --steps 1800 --seeds 3 --tune-seeds 1 --lr 3e-3 1e-2 3e-2 \
+    --set training.by_token=true ska.decode_refresh=token
+
 halflife compare --experiment echo-mqar --scale small --seeds 3
 halflife compare mamba2+ska:K1 mamba2:equal-state --experiment echo-mqar --scale small --steps 4000 --seeds 3 --tune-seeds 1 --lr 3e-3 1e-2 3e-2
 halflife compare --experiment echo-ablations --scale small
