@@ -210,7 +210,7 @@ def mamba3(name):
         return torch.cat(found).median().item()
 
     assert 9 < log_decay(None) / log_decay(1e-4) < 15
-    return "a learned decay rate", "`mixer.rate_floor=1e-4`", "ten times the time-scales"
+    return "a learned decay rate", "no convolution", "`mixer.rate_floor=1e-4`", "ten times the time-scales"
 
 
 CHECKS = POST | {

@@ -16,6 +16,11 @@ UNKNOWN = "\ufffd".encode()  # what stands for an id without a byte
 Ids = Iterable[int] | np.ndarray | Tensor  # token ids of one text, `[T]`
 
 
+def utf8(text: str | bytes) -> bytes:
+    """Return the text as bytes. Half a surrogate pair, which JSON can contain but UTF-8 cannot, becomes three bytes."""
+    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+
+
 class ByteTokenizer:
     """Ids 0 … 255 are the bytes. With `end_of_document`, id 256 ends a document."""
 
@@ -27,8 +32,7 @@ class ByteTokenizer:
         self.name = "bytes+eos" if end_of_document else "bytes"
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+        return np.frombuffer(utf8(text), dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halflife.data.byte_tokenizer import END, ByteTokenizer, Ids
+from halflife.data.byte_tokenizer import END, ByteTokenizer, Ids, utf8
 from halflife.data.documents import documents
 from halflife.data.hub import model_name, unreachable
 from halflife.files import read_bytes
@@ -93,9 +93,7 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         if not texts:
             return []
-        # JSON can contain half a surrogate pair, which is not UTF-8.
-        data = (text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass") for text in texts)
-        strings = [part.decode("utf-8", "replace") for part in data]
+        strings = [utf8(text).decode("utf-8", "replace") for text in texts]
         if self.tokenizer.is_fast:
             encodings = self._parallel.encode_batch_fast(strings, add_special_tokens=False)
             return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]

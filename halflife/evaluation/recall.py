@@ -79,18 +79,18 @@ def _scored_logits(
     parts = zip(*(x.split(rows) for x in (examples.inputs, examples.labels, examples.action_mask())), strict=True)
     with evaluating(model):  # training mode would count GateRank's resets
         for inputs, labels, facts in parts:
-            mask = facts.to(device) if action_mask else None
+            ids, mask = inputs.to(device), facts.to(device) if action_mask else None
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                hidden = _hidden(model, inputs.to(device), mask, 1 if by_token else task.length)
+                hidden = _by_token(model, ids, mask) if by_token else model.hidden(ids, action_mask=mask)[0]
                 logits = model.logits(hidden[(labels != IGNORED).to(device)])
             yield labels, logits.float().cpu()
 
 
-def _hidden(model: LanguageModel, ids: Tensor, mask: Tensor | None, size: int) -> Tensor:
-    """The hidden states `[b, T, D]` of a model that reads `size` tokens at a time."""
+def _by_token(model: LanguageModel, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """The hidden states `[b, T, D]` of a model that reads one token at a time."""
     hidden, state = [], None
-    for at in range(0, ids.shape[1], size):
-        own = None if mask is None else mask[:, at : at + size]
-        new, state = model.hidden(ids[:, at : at + size], state, action_mask=own)
+    for t in range(ids.shape[1]):
+        own = None if mask is None else mask[:, t : t + 1]
+        new, state = model.hidden(ids[:, t : t + 1], state, action_mask=own)
         hidden.append(new)
     return torch.cat(hidden, 1)

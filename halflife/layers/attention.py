@@ -240,10 +240,13 @@ class _Room:
     buffer: Tensor
     filled: int
 
-    def fits(self, size: int, end: int) -> bool:
-        """Whether tokens can be written into the slots from `size` to `end`, which nobody has."""
+    def take(self, size: int, end: int) -> bool:
+        """Take the slots from `size` to `end` and return True, if nobody has them and they can be written."""
         writable = torch.is_inference_mode_enabled() or not self.buffer.is_inference()
-        return writable and self.filled == size and end <= self.buffer.shape[1]
+        with _LOCK:  # of two threads, one takes them
+            free = writable and self.filled == size and end <= self.buffer.shape[1]
+            self.filled = end if free else self.filled
+        return free
 
 
 ROOM = 128  # tokens, at most, for which a cache has room: it is copied once for so many
@@ -262,12 +265,8 @@ def appended(old: Tensor, new: Tensor) -> Tensor:
     fits = old.dtype == new.dtype and old[:, :0].shape == new[:, :0].shape  # else `cat` casts it or says why not
     if torch.is_grad_enabled() or not fits:
         return torch.cat([old.to(new.dtype), new], 1)
-    with _LOCK:  # of two threads, one takes the room
-        room = _ROOMS.get(old)
-        room = room if room is not None and room.fits(size, end) else None
-        if room is not None:
-            room.filled = end
-    if room is None:
+    room = _ROOMS.get(old)
+    if room is None or not room.take(size, end):
         shape = (len(new), new.shape[2], end + min(ROOM, 16 + end // 8), *new.shape[3:])
         room = _Room(new.new_empty(shape).transpose(1, 2), end)  # attention reads head after head
         room.buffer[:, :size] = old
