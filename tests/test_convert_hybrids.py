@@ -207,7 +207,7 @@ def test_folders(tmp_path):
     ),
     ("gated_deltanet+post", {}, "fla's gated_deltanet has Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
     ("gated_deltanet", {"mlp": "koopman"}, "fla's gated_deltanet has mlp 'swiglu'; this model has 'koopman'"),
-    ("mamba3", {"mlp": "none"}, "rates that depend on the input .rate_floor.*this model has rate_floor None"),
+    ("mamba3+post", {"mlp": "none"}, "rates that depend on the input .rate_floor.*this model has rate_floor None"),
     ("gated_deltanet", {"mixer_options": {"conv_size": 0}}, "use_short_conv = False"),
     ("gla", {"mixer_options": {"decay_options": {"tau": 8.0}}}, "tau = 16.0 in blocks.0.mixer.decay; .* has 8.0"),
     ("gla", {"mixer_options": {"decay_rank": 8}}, "in blocks.0.mixer.decay_proj.down"),

@@ -29,9 +29,10 @@ POST = {"post": {"train_length": 16}}
 CASES = {name: (name, SMALL.get(name, {})) for name in LAYERS}
 CASES |= {
     f"{name}+post": (name, {**SMALL.get(name, {}), **POST})
-    for name in ("mamba2", "mamba3", "gated_deltanet", "retnet", "rwkv7", "linear")
+    for name in ("mamba2", "gated_deltanet", "retnet", "rwkv7", "linear")
 }
 CASES |= {
+    "mamba3+post": ("mamba3", {**SMALL["mamba3"], "rate_floor": None, **POST}),
     "lightnet": ("linear", {"decay": "lightnet", "share_keys": True}),
     "hgrn2": ("linear", {"decay": "hgrn2", "share_keys": True, "layer_idx": 1, "num_layers": 3}),
     "vector+rope": ("linear", {"position": "rope", "conv_size": 4}),
@@ -46,8 +47,8 @@ RELEASED = {
     "mamba2+before": ("mamba2", {**SMALL["mamba2"], "output_norm": "before_gate", "decay_options": {"min_step": 0.05}}),
     "mamba2+head_norm": ("mamba2", {**SMALL["mamba2"], "norm_per_head": True}),
     "mamba2+ungated": ("mamba2", {**SMALL["mamba2"], "output_norm": "none", "decay_options": {"max_step": 0.02}}),
-    "mamba3+rate": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True}),
-    "mamba3+mimo": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True, "rank": 2}),
+    "mamba3+rate": ("mamba3", {**SMALL["mamba3"], "rate_floor": None, "output_norm": True}),
+    "mamba3+mimo": ("mamba3", {**SMALL["mamba3"], "output_norm": True, "rank": 2}),
     "attention+gate": (
         "attention",
         {"head_dim": 12, "qk_norm": "head_plus_one", "gate": True, "rope_fraction": 0.5, "num_kv_heads": 2},

@@ -25,7 +25,8 @@ TURNS = 4 * 2.8e-6  # of a float32 angle after 20,000 tokens
 each_variant = pytest.mark.parametrize(
     "options",
     [{"rope_fraction": fraction, "num_groups": groups} for fraction in (0.5, 1) for groups in (1, 2)]
-    + [{"post": {"train_length": 16}}, {"rank": 3, "num_groups": 2}, {"rank": 2, "post": {"train_length": 16}}]
+    + [{"rate_floor": None}, {"rank": 3, "num_groups": 2}]
+    + [{"rate_floor": None, "post": {"train_length": 16}, "rank": rank} for rank in (1, 2)]
     + [{"rate_floor": 0.6, "output_norm": True, "rank": 2}]
     + [pytest.param({"rate_floor": 0.6, "output_norm": True}, marks=pytest.mark.slow)],
     ids=str,
@@ -83,7 +84,7 @@ def token_loop(layer, x):
         step = layer.decay.step_size(f)
         if a:  # the rate is that of the authors, max(softplus(a), floor)
             step = (f + layer.decay.dt_bias).exp().log1p()
-            alpha = (-step * a[0].exp().log1p().clip(0.6)).exp()
+            alpha = (-step * a[0].exp().log1p().clip(layer.rate_floor)).exp()
         else:
             alpha = layer.decay(f.unsqueeze(1), position=torch.tensor([t + 1]))[:, 0].exp()
         end = 1 / (1 + (-trapezoid).exp())
@@ -112,7 +113,7 @@ def test_is_its_equations(options):
     expected, last = token_loop(layer, x)
     assert_close({"y": y, **state}, {"y": expected, **last}, OUTPUTS)
     found = with_grads((y, state["memory"]), arguments)
-    tolerance = RATE_GRADIENTS if "rate_floor" in options else GRADIENTS
+    tolerance = GRADIENTS if layer.rate_floor is None else RATE_GRADIENTS
     assert_close(found, with_grads((expected, last["memory"]), arguments), tolerance)
 
 
@@ -146,7 +147,7 @@ def steered(layer, x, *, trapezoid):
 
 def test_ending_every_step_without_rotation_is_mamba2():
     """λ = 1 is Euler's rule, with key B, query C and value Δ x."""
-    layer, x = steered(build(), inputs(11), trapezoid=1e4)
+    layer, x = steered(build(rate_floor=None), inputs(11), trapezoid=1e4)
     y, state = layer(x)
     z, v, b, c, f, _, _ = layer.in_proj(x).split(layer.splits, -1)
     v = v.unflatten(-1, (HEADS, VALUE))
@@ -159,7 +160,7 @@ def test_ending_every_step_without_rotation_is_mamba2():
 
 def test_beginning_every_step_writes_a_token_later():
     """With λ = 0 no token reads its own write. The last token is not in memory, and the first one reads zeros."""
-    layer, x = steered(build(), inputs(2), trapezoid=-1e4)
+    layer, x = steered(build(rate_floor=None), inputs(2), trapezoid=-1e4)
     _, first = layer(x[:, :1])
     assert first["memory"].count_nonzero() == 0
     _, state = layer(x[:, 1:], first)
@@ -196,7 +197,7 @@ def test_the_step_size_is_computed_once(name, monkeypatch):
 
     monkeypatch.setattr(F, "softplus", softplus)
     model(torch.zeros(1, 5, dtype=torch.long))
-    rates = name == "mamba3_echo"  # whose rates softplus(a) are as many
+    rates = name in ("mamba3", "mamba3_echo")  # whose rates softplus(a) are as many
     assert counted.count((1, 5, 2)) == 1 + rates
 
 
@@ -232,7 +233,7 @@ def test_long_sums_of_angles_lose_nothing():
     ({"rank": 0}, "rank of layer mamba3 must be a whole number, 1 or more"),
     ({"rank": 2, "gate_rank": {}}, "1 with GateRank"),
     ({"decay": "simple"}, "step size of its decay, but 'simple' has no step size"),
-    ({"decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
+    ({"rate_floor": None, "decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
 )
 def test_options_without_meaning_are_errors(options, message):
     assert_raises(ValueError, message, layers.build, "mamba3", hidden_size=HIDDEN, **options)
@@ -282,7 +283,7 @@ def test_the_counts_of_the_echo_paper():
 
 def test_a_write_of_mimo_is_not_rounded_under_autocast():
     """The state after one token is γ Σ_r k_r (w_r ⊙ v)ᵀ of the key and the value that the state keeps."""
-    layer = layers.build("mamba3", hidden_size=12, num_heads=2, state_size=8, chunk_size=4, rank=2, rate_floor=1e-4)
+    layer = layers.build("mamba3", hidden_size=12, num_heads=2, state_size=8, chunk_size=4, rank=2)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         _, state = layer(torch.randn(3, 1, 12))
         key, value = state["key"].float().unflatten(1, (2, -1)), layer.mimo.values * state["value"].float().unsqueeze(1)

@@ -155,7 +155,7 @@ def test_long_sums_of_angles_lose_nothing():
 LAYERS = {
     "mamba3": {"state_size": 4, "num_groups": 2},
     "mamba3, two states": {"state_size": 4, "gate_rank": {}},
-    "mamba3, norm and rate": {"state_size": 4, "rate_floor": 1e-4, "output_norm": True},
+    "mamba3, norm and learned rate": {"state_size": 4, "rate_floor": None, "output_norm": True},
     "mamba3, rank 2": {"state_size": 4, "rank": 2},
     "mamba3_echo": {"state_size": 4},
 }

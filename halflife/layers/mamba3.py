@@ -24,7 +24,7 @@ from halflife.ops.laws import Law, log_decay
 from halflife.ops.trapezoid import normed, running_angles, trapezoid_keys, trapezoid_weights
 from halflife.packing import Packing
 from halflife.position import check_pairs
-from halflife.precision import Float32Module, compute_dtype, inverse_softplus
+from halflife.precision import Float32Module, inverse_softplus
 
 
 class NormBias(Float32Module):
@@ -53,7 +53,7 @@ class NormBias(Float32Module):
 class Mamba3(HasMemory, Mixer):
     """Mamba-3 (Lahoti et al. 2026): Mamba-2 with trapezoidal steps and a data-dependent rotation.
 
-    `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's.
+    `[z, x, B, C, f, a, l, r] = u W`. The step size is Mamba-2's, `Δ = softplus(f + Δ₀)`, and the decay is `α = e^g`.
     `λ = σ(l)` is the share of a step's input that is taken at the end of the step:
 
         φ_t = φ_{t−1} + Δ_t π tanh(r_t),   k_t = R(φ_t) (norm(B_t) + b),   q_t = R(φ_t) (norm(C_t) + c)
@@ -61,9 +61,9 @@ class Mamba3(HasMemory, Mixer):
 
     The output is `(y ⊙ silu(z)) W_o`, and there is no short convolution. R(φ) rotates the pairs (i, i + P) of the first
     2P channels. All heads share r, but each has a separate Δ. tanh and π follow the authors' code, and so do all
-    initial values except the decay's. Their decay rate depends on the input, `g = −Δ max(softplus(a), rate_floor)` with
-    one more projection a. Ours is learned by default, so that PoST can sort the rates. With rank 1 this is SISO, and
-    with a higher rank MIMO (`MIMO`).
+    initial values. The decay rate depends on the input, `g = −Δ max(softplus(a), rate_floor)`, with one more
+    projection a. With `rate_floor=None` it is Mamba-2's learned rate, as PoST needs, which sorts the rates. With rank 1
+    this is SISO, and with a higher rank MIMO (`MIMO`).
 
     Args:
         place, decay, memory, run: groups of options.
@@ -73,8 +73,7 @@ class Mamba3(HasMemory, Mixer):
         num_groups: number of groups of heads that share B and C; it must divide H.
         rope_fraction: share of the K channels that is rotated, 0.5 or 1.
         rank: R, keys, values and queries of each token and head.
-        rate_floor: smallest decay rate of the form in which the rate depends on the input; the authors have 1e-4. None
-            means a learned rate.
+        rate_floor: smallest decay rate. None means a learned rate for each head, and no projection a.
         output_norm: whether the gate is `RMSNorm(y) ⊙ silu(z)`, with the norm over each head, as an option of the
             authors has it.
         norm_eps: eps of all norms.
@@ -104,7 +103,7 @@ class Mamba3(HasMemory, Mixer):
         num_groups: int = 1,
         rope_fraction: float = 0.5,
         rank: int = 1,
-        rate_floor: float | None = None,
+        rate_floor: float | None = 1e-4,
         output_norm: bool = False,
         norm_eps: float = 1e-5,
     ) -> None:
@@ -126,7 +125,7 @@ class Mamba3(HasMemory, Mixer):
         if rate_floor is not None and (rate_floor <= 0 or decay != StepDecay()):
             raise ValueError(
                 f"with a rate_floor, which is positive, the input sets the decay rates, so decay, decay_options and "
-                f"post have no meaning; got {rate_floor}, {decay.decay}, {decay.decay_options} and {decay.post}"
+                f"post need rate_floor=None; got {rate_floor}, {decay.decay}, {decay.decay_options} and {decay.post}"
             )
         self.num_heads, self.rate_floor = num_heads, rate_floor
         self.head_dim = head_dim or place.head_size(expand)
@@ -142,7 +141,7 @@ class Mamba3(HasMemory, Mixer):
         self.decay: Decay = (
             decay.build(place, head_dim=state_size)
             if rate_floor is None
-            else ChosenRateDecay(num_heads=num_heads, head_dim=state_size, step_bias=True)
+            else ChosenRateDecay(rate_floor, step_bias=True, num_heads=num_heads, head_dim=state_size)
         )
         self.add_memory(memory, place, decay=decay.decay)
         self.skip = Skip(num_heads)
@@ -153,7 +152,7 @@ class Mamba3(HasMemory, Mixer):
         position = packing.positions(state.get("position"), x.device)
         z, v, b, c, f, *a, trapezoid, rate = split(self.in_proj(x), self.splits)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
-        chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
+        chosen = {"rate": a[0]} if a else {}
         g, step, *_ = self.decay(f, position=position, parts=True, **chosen)
         passes = self.pass_backend
         angle, last = running_angles(step, rate, state.get("angle"), True, packing, passes)
@@ -184,21 +183,23 @@ class Mamba3(HasMemory, Mixer):
 
 
 class ChosenRateDecay(Decay):
-    """`g = −Δ r` with a step size `Δ = softplus(f + Δ₀)` and a rate r that both depend on the input.
+    """`g = −Δ max(softplus(a), rate_floor)`, whose step size `Δ = softplus(f + Δ₀)` and rate both depend on the input.
 
-    Δ₀ is the only parameter. In Echo's form it is 0 and no parameter, and r = softplus(a). Initialisation: softplus(Δ₀)
-    log-uniform in [0.001, 0.1]. Time-scale at f = 0 and r = log 2: `1 / (log 2 · softplus(Δ₀))`, in Echo's form about 2
-    tokens. Sources: Lahoti et al. 2026 and its code; Echo, Appendix G.
+    Δ₀ is the only parameter. In Echo's form it is 0 and no parameter, and there is no floor. Initialisation:
+    softplus(Δ₀) log-uniform in [0.001, 0.1]. Time-scale at f = a = 0: `1 / (log 2 · softplus(Δ₀))`, in Echo's form
+    about 2 tokens. Sources: Lahoti et al. 2026 and its code; Echo, Appendix G.
 
     Args:
+        rate_floor: the smallest rate.
         step_bias: whether there is a Δ₀.
     """
 
     granularities = ("scalar",)
     has_step_size = True
 
-    def __init__(self, *, step_bias: bool = False, **sizes: Any) -> None:
+    def __init__(self, rate_floor: float = 0.0, *, step_bias: bool = False, **sizes: Any) -> None:
         super().__init__(**sizes)
+        self.rate_floor = rate_floor
         self.dt_bias = nn.Parameter(torch.empty(self.shape)) if step_bias else None
         self.reset_parameters()
 
@@ -209,25 +210,19 @@ class ChosenRateDecay(Decay):
 
     def step_size(self, f: Tensor) -> Tensor:
         """Δ `[B, T, H]` in float32."""
-        f = f.to(compute_dtype(f))
-        return F.softplus(f if self.dt_bias is None else f + self.dt_bias)
+        return Law("softplus", self.dt_bias).step(f)
 
     def forward(
-        self,
-        f: Tensor,
-        *,
-        position: Tensor | None = None,
-        log_rate: Tensor | None = None,
-        step: Tensor | None = None,
-        rate: Tensor | None = None,
-        parts: bool = False,
+        self, f: Tensor, *, rate: Tensor | None = None, position: Tensor | None = None, parts: bool = False
     ) -> Tensor | DecayParts:
-        """Compute log-decays `[B, T, H]` from f, or its step size, and the rate r of every token (None: log 2)."""
-        step = self.step_size(f) if step is None else step
-        g = -step * (math.log(2) if rate is None else rate)
+        """Compute log-decays `[B, T, H]` from f and the activations a of the rate in the same shape (None: zeros)."""
+        self._check(f)
+        g, step = log_decay(f, Law("softplus", self.dt_bias), with_step=True)
+        a = torch.zeros_like(f) if rate is None else rate
+        g = g * log_decay(a, Law("softplus", factor=-1, least=self.rate_floor))[0]
         return DecayParts(g, step, None) if parts else g
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         return self(f)
 
 
@@ -281,9 +276,8 @@ class EchoMamba3(Mixer):
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         z, v, b, c, f, a, trapezoid, rate = split(self.in_proj(x), self.splits)
         v, conv = self.conv(v, state.get("conv"), packing)
-        (_, step), (_, decay_rate) = (log_decay(part, Law("softplus"), with_step=True) for part in (f, a))
-        assert step is not None
-        g, passes = self.decay(step, step=step, rate=decay_rate), self.pass_backend
+        g, step, *_ = self.decay(f, rate=a, parts=True)
+        passes = self.pass_backend
         rate = rate.unflatten(-1, (self.num_heads, -1))
         angle, last = running_angles(step, rate, state.get("angle"), False, packing, passes)
         weight, gain, last_gain = trapezoid_weights(g, step, trapezoid, None, packing, passes)

@@ -22,7 +22,7 @@ OPTIONS = {
     "rwkv7+post stretch_gain": ("rwkv7+post", {"stretch_gain": True}),
     "gated_deltanet+post stretch_gain": ("gated_deltanet+post", {"stretch_gain": True}),
     "mamba2 frozen step": ("mamba2", {"decay_options": {"step_bias": "frozen"}}),
-    "mamba3 chosen rate": ("mamba3", {"rate_floor": 1e-4, "output_norm": True}),
+    "mamba3 learned rate": ("mamba3", {"rate_floor": None, "output_norm": True}),
     "mimo norm": ("mamba3_mimo", {"output_norm": True}),
     "llama qk_norm": ("llama", {"qk_norm": "head_plus_one", "gate": True}),
 }

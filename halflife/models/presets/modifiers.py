@@ -63,8 +63,10 @@ def _post_options(sizes: PresetSizes, reference_length: int = 1, **options: Any)
 
 
 def _post(base: str, sizes: PresetSizes, **options: Any) -> Options:
-    # The decays of PoST's RetNet are one rate per head, independent of the input. Keys keep GLA's size.
-    own = {"decay": "retnet", "granularity": "scalar"} if base == "gla" else {}
+    # The decays of PoST's RetNet are one rate per head, independent of the input. Keys keep GLA's size. Mamba-3 gets
+    # learned rates, because PoST sorts them.
+    retnet, learned = {"decay": "retnet", "granularity": "scalar"}, {"rate_floor": None}
+    own = {"gla": retnet, "mamba3": learned, "mamba3_mimo": learned}.get(base, {})
     return _mixer(**own, post=_post_options(sizes, **options))
 
 
