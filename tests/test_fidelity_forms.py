@@ -210,7 +210,9 @@ def mamba3(name):
         return torch.cat(found).median().item()
 
     assert 9 < log_decay(None) / log_decay(1e-4) < 15
-    return "a learned decay rate", "no convolution", "`mixer.rate_floor=1e-4`", "ten times the time-scales"
+    assert mixer("mamba3").rate_floor == mixer("mamba3_mimo").rate_floor == 1e-4
+    assert mixer("mamba3+post").rate_floor is mixer("mamba3_mimo+post_norm").rate_floor is None
+    return "depends on the input, at least 1e-4", "no convolution", "`mixer.rate_floor=null`", "start at a tenth"
 
 
 CHECKS = POST | {

@@ -103,6 +103,7 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
     ("mamba2", "mixer.num_groups=3", "have no meaning for mamba2: num_groups must divide"),
     ("mamba2+gate_rank", "gate_rank.reset_rate=5", "between 0 and 1"),
     ("mamba2", "model.mlp=kop", "Did you mean 'koopman'"),
+    ("mamba3", "decay.step_bias=frozen", "ChosenRateDecay has no options"),
     ("mamba2", "training.steps=0", "steps must be at least 1"),
     ("mamba2", "training.schedule=cosin", "Did you mean 'cosine'"),
     ("mamba2", "mixer.conv_size=[", "the value of mixer.conv_size is no YAML"),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 
 from halflife import layers
-from halflife.decay import PoST
+from halflife.decay import DECAYS, PoST
 from halflife.decay.base import Decay
 from halflife.lab.experiments.values import convert, describe, load_yaml
 from halflife.layers import LAYERS
@@ -186,7 +186,7 @@ def _decay(config: TrainConfig) -> Group:
         raise ValueError(f"{model.name} has no decay")
     strategy = type(decay.decay if isinstance(decay, PoST) else decay)
     own = {n: hint for n, hint in constructor_options(strategy).items() if n not in constructor_options(Decay)}
-    if not own:
+    if not own or strategy not in [DECAYS[name] for name in DECAYS]:  # of these a layer has a choice
         raise ValueError(f"{strategy.__name__} has no options")
 
     def write(options: Options) -> Options:
