@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,6 +86,24 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a product takes x: that of autocast on x's device, or its own."""
     return autocast_dtype(x.device) or x.dtype
+
+
+def lacks_products(x: Tensor) -> bool:
+    """Whether a product takes x in 16 bits on a CPU without instructions for that (`ops.backends.widened`)."""
+    return x.is_cpu and not torch.compiler.is_compiling() and not _has_products(product_dtype(x))
+
+
+def has_all_products() -> bool:
+    """Whether the CPU has instructions for all products of 16 bits."""
+    return _has_products(torch.bfloat16) and _has_products(torch.float16)
+
+
+@cache
+def _has_products(dtype: torch.dtype) -> bool:
+    known = torch.ops.mkldnn
+    if dtype == torch.bfloat16:
+        return known._is_mkldnn_bf16_supported()
+    return dtype != torch.float16 or known._is_mkldnn_fp16_supported()
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

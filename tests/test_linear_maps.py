@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from halflife import LanguageModel, Session, preset
+from halflife import LanguageModel, Session, precision, preset
 from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.evaluation import evaluating, language
 from halflife.initial import draws
@@ -31,6 +31,12 @@ built = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 40, "num_heads": 2}
 OF_SUMS = 0.052  # four times the largest difference between bfloat16 sums in two orders
 PRODUCTS = ("forward", "input", "weight")
+
+
+@pytest.fixture(autouse=True)
+def has_products(monkeypatch):
+    """A CPU with products of 16 bits, whatever this one has."""
+    monkeypatch.setattr(precision, "_has_products", lambda dtype: True)
 
 
 @pytest.fixture

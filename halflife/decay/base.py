@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.initial import draws
+from halflife.ops.backends.widened import product
 from halflife.ops.laws import Law, Product, Spectrum, Unevaluated, log_decay, log_stretch
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -129,7 +129,7 @@ class Decay(Float32Module):
             bias = f.bias
             if law is not None and law.bias is None and bias is not None:  # the pass of the law adds it
                 law, bias = law._replace(bias=bias.view(self.shape)), None
-            f = F.linear(f.x, f.weight, bias).unflatten(-1, self.shape)
+            f = product(f.x, f.weight, bias).unflatten(-1, self.shape)
         if law is not None:
             self._check(f)
             options = {"taper": taper, "offset": offset, "position": position, "with_step": with_step}

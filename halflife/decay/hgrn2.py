@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, Decay, DecayParts
 from halflife.initial import draws
+from halflife.ops.backends.widened import product
 from halflife.ops.laws import Product, bounded_decay
 
 
@@ -56,7 +56,7 @@ class HGRN2Decay(Decay):
             shared: tensors that the layers of one pass share, see `hgrn2_released`.
         """
         if isinstance(f, Product):
-            f = F.linear(*f).unflatten(-1, self.shape)
+            f = product(*f).unflatten(-1, self.shape)
         self._check(f)
         bound = self.lower_bound(shared)
         g, key = bounded_decay(f, None if bound is None else bound.to(f.device), parts and with_step)

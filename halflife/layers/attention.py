@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -19,6 +20,7 @@ from halflife.ops.arguments import is_transformed
 from halflife.ops.recurrent import attention_of_token, takes_attention
 from halflife.packing import Packing
 from halflife.position import check_pairs
+from halflife.precision import lacks_products, product_dtype, without_autocast
 from halflife.registry import check_choice
 
 
@@ -227,10 +229,18 @@ class Attention(Mixer):
         q, k, v = (t.transpose(1, 2) for t in (q, cache["keys"], cache["values"]))
         mask = None if visible is None else visible.unsqueeze(1)
         causal = at is None and mask is None  # else a single query sees the whole cache
-        o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.num_kv_heads != self.num_heads
-        )
-        return o.transpose(1, 2)
+        with nullcontext() if (dtype := _widened(q)) is None else without_autocast(q.device):
+            o = F.scaled_dot_product_attention(
+                *(t if dtype is None else t.float() for t in (q, k, v)), attn_mask=mask, is_causal=causal,
+                enable_gqa=self.num_kv_heads != self.num_heads,
+            )  # fmt: skip
+        return (o if dtype is None else o.to(dtype)).transpose(1, 2)
+
+
+def _widened(q: Tensor) -> torch.dtype | None:
+    """The dtype of attention to queries `[N, H, T, K]`, if float32 takes its place; see `ops.backends.widened`."""
+    wide = q.shape[2] > 1 and lacks_products(q) and not is_transformed()
+    return product_dtype(q) if wide else None
 
 
 @dataclass(eq=False)

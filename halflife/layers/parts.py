@@ -16,6 +16,7 @@ from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
 from halflife.ops.arguments import is_hooked
 from halflife.ops.backends.dispatch import beside
+from halflife.ops.backends.widened import product
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
 from halflife.ops.recurrent import MOST_MAPS, Unconvolved, known_outputs, maps_of_norm, takes_map
@@ -96,7 +97,7 @@ class GatedRMSNorm(nn.Module):
             )
         y = fused.rms_norm_of_gated(y, z.to(room), self.weight, self.groups, self.eps, skip, self.pass_backend)
         y = y.half() if z.dtype == torch.float16 else y
-        return y if weight is None else F.linear(y, weight)
+        return y if weight is None else product(y, weight)
 
 
 class NormBeforeGate(GatedRMSNorm):

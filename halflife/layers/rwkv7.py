@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.rwkv7 import zigzag
@@ -18,6 +17,7 @@ from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.layers.parts import is_watched
 from halflife.layers.token_shift import Shifting, TokenShift, shifted
 from halflife.ops import dplr
+from halflife.ops.backends.widened import product
 from halflife.ops.laws import Product
 from halflife.ops.linear import weight_of
 from halflife.ops.recurrent import maps_of_norm, takes_map, takes_token
@@ -53,8 +53,8 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[…, inputs]` → `[…, outputs]`."""
-        x = F.linear(x, self.down)
-        return F.linear(x if self.activation is None else getattr(torch, self.activation)(x), self.up)
+        x = product(x, self.down)
+        return product(x if self.activation is None else getattr(torch, self.activation)(x), self.up)
 
 
 class HeadNorm(nn.Module):
@@ -216,7 +216,7 @@ class RWKV7(Shifting):
             return found
         xs, last = self._mixtures(x, state["shift"], packing)
         rows = [self.r_proj(xs["r"]), self.k_proj(xs["k"]), self.v_proj(xs["v"])]
-        return [*rows, *(F.linear(xs[name], lora.down) for name, lora in zip("wagv", self._loras, strict=False))], last
+        return [*rows, *(product(xs[name], lora.down) for name, lora in zip("wagv", self._loras, strict=False))], last
 
     @property
     def _loras(self) -> list[LoRA]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from halflife.models.choices import mlp_of, norm_of, tpe_of
 from halflife.models.config import ModelConfig
 from halflife.models.loss import logits_of
 from halflife.ops.backends.dispatch import beside
-from halflife.ops.linear import cast_weights
+from halflife.ops.linear import cast_weights, fast_linears
 from halflife.packing import Packing
+from halflife.precision import lacks_products
 from halflife.registry import taken
 
 ModelState = tuple[State, ...]
@@ -69,7 +70,7 @@ class Block(nn.Module):
 
         `branch` is such a y of the block before.
         """
-        with _AS_THEY_ARE if x.is_cpu or torch.compiler.is_compiling() else cast_weights(self, x):
+        with self._fast_maps(x):
             if shared:  # earlier layers may be on another device
                 for name in shared:
                     shared[name] = shared[name].to(x.device)
@@ -87,6 +88,11 @@ class Block(nn.Module):
             elif self.mlp is not None:
                 x, y = self._run(self.mlp, self.mlp_norm, x, y)
             return (x + y if adds else (x, y)), new
+
+    def _fast_maps(self, x: Tensor) -> AbstractContextManager[None]:
+        if torch.compiler.is_compiling() or (x.is_cpu and not lacks_products(x)):
+            return _AS_THEY_ARE
+        return fast_linears(self) if x.is_cpu else cast_weights(self, x)
 
     @property
     def takes_branch(self) -> bool:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from halflife.ops.backends.widened import product, times
 from halflife.ops.cross_entropy import cross_entropy, losses_and_errors, takes_place
 from halflife.ops.linear import weight_of
-from halflife.precision import compute_dtype
+from halflife.precision import compute_dtype, lacks_products
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
@@ -39,7 +40,7 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
             f"the weight of the head is on {weight.device} and not on {hidden.device}; to offload a tied head, use "
             "halflife.hf, or tie_embeddings=False"
         )
-    return F.linear(hidden, weight)
+    return product(hidden, weight)
 
 
 def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor, backend: str = "auto") -> Tensor:
@@ -138,14 +139,14 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, backend: str = "auto") -> Tensor:
-        place = hidden.dtype.itemsize if takes_place(hidden, labels, backend) else 0
+        in_place = hidden.dtype.itemsize if takes_place(hidden, labels, backend) else 0
         number = _number(labels).to(compute_dtype(weight))
         # 1 / number would be lost to float16 before the sums. A power of two is a factor of their results.
         mantissa, exponent = torch.frexp(number)
         factor, power = 1 / mantissa, torch.exp2(-exponent.to(number.dtype))
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=number.dtype) if ctx.needs_input_grad[1] else None
-        rows, nats = tokens_at_once(len(weight), hidden.device.type, place), []
+        rows, nats = tokens_at_once(len(weight), hidden.device.type, in_place), []
         for first in range(0, max(1, len(hidden)), rows):
             part = hidden[first : first + rows]
             losses, errors = losses_and_errors(
@@ -153,9 +154,13 @@ class ChunkedLoss(torch.autograd.Function):
             )
             nats.append(losses)
             if to_hidden is not None:
-                torch.mm(errors, weight, out=to_hidden[first : first + rows])
+                place = to_hidden[first : first + rows]
+                if lacks_products(errors):
+                    place.copy_(times(errors, weight))
+                else:
+                    torch.mm(errors, weight, out=place)
             if to_weight is not None:
-                to_weight += errors.T @ part
+                to_weight += times(errors.T, part)
             del errors  # before the logits of the next chunk
         ctx.save_for_backward(to_hidden, None if to_weight is None else _times(to_weight, power, weight.dtype), power)
         return torch.cat(nats).sum() / number

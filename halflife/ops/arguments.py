@@ -1,8 +1,10 @@
-"""Checks of an op's numbers, and of the sign of log-decays."""
+"""Checks of an op's numbers, of the sign of log-decays, and of what traces a call; and constants of a compiler."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -116,3 +118,19 @@ def is_hooked(module: torch.nn.Module) -> bool:
     """Whether hooks see what a module reads and gives, or its gradients: its own, or those of all modules."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(own or _has_any_global_hook())
+
+
+def cached_constant(function: Callable[..., Any]) -> Any:
+    """Remember the results of a function of constants; `torch.compile` calls it once while it traces.
+
+    `cache_clear()` forgets them, and `__wrapped__` is the function itself. `torch.compiler.assume_constant_result`
+    marks functions in the same way, but it imports the whole compiler, for about a second.
+    """
+    remembered = cache(function)
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        return remembered(*arguments)
+
+    vars(call).update(_dynamo_marked_constant=True, cache_clear=remembered.cache_clear)
+    return call

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import add_skip, be_kind, implements_pass, run_pass
+from halflife.ops.backends.widened import product
 from halflife.ops.linear import PASSES, LinearOfPass, made_again, narrowed
 from halflife.ops.spec import define
 from halflife.precision import autocast_dtype, compute_dtype, product_dtype
@@ -144,7 +145,7 @@ def rms_norm_of_gated_linear(
     scale, x = (None, None) if skip is None else skip
     given, narrow = (y, z, norm_weight, x, scale), narrowed(weight, y)
     if not made_again("rms_norm_of_gated", backend, given, narrow, y if x is None else x):
-        return F.linear(rms_norm_of_gated(y, z, norm_weight, groups, eps, skip, backend), weight)
+        return product(rms_norm_of_gated(y, z, norm_weight, groups, eps, skip, backend), weight)
     settings = "silu_before", y.shape[-1] // groups, True, eps
     return LinearOfPass.apply("norm", settings, narrow, *given)  # pyright: ignore[reportReturnType]
 
@@ -256,7 +257,7 @@ def swiglu_linear(a: Tensor, b: Tensor, weight: Tensor, backend: str = "auto") -
     By the Triton kernel a and b are kept for the backward pass, and not their product.
     """
     if not made_again("swiglu", backend, (a, b), narrow := narrowed(weight, a)):
-        return F.linear(swiglu(a, b, backend), weight)
+        return product(swiglu(a, b, backend), weight)
     return LinearOfPass.apply("swiglu", (), narrow, a, b)  # pyright: ignore[reportReturnType]
 
 

@@ -1,7 +1,8 @@
 """Linear maps, for the time of a block: by oneDNN on a CPU, and with weights that autocast need not cast on a GPU.
 
 oneDNN runs where it is faster than torch's own product. A build of the native kernels measures that
-(`backends.native.products`). Without a build nothing changes.
+(`backends.native.products`). On a CPU without products of 16 bits, those are taken in float32
+(`backends.widened`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.files import read_json
-from halflife.ops.arguments import is_hooked, is_transformed
+from halflife.ops.arguments import cached_constant, is_hooked, is_transformed
 from halflife.ops.backends import dispatch, triton
-from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build, by_onednn
 from halflife.ops.backends.split import Cast, Neighbours, beside
+from halflife.ops.backends.widened import product
 from halflife.ops.spec import OPS
-from halflife.precision import autocast_dtype
+from halflife.precision import autocast_dtype, has_all_products
 
 FEWEST_ROWS = 32  # oneDNN rearranges the weights at every call, which does not pay for fewer rows
 PAYING_TOKENS = 8  # a channel: copies of weights then have a twentieth of the memory that a block keeps of its tokens
@@ -32,12 +33,13 @@ PAYING_TOKENS = 8  # a channel: copies of weights then have a twentieth of the m
 
 @contextmanager
 def fast_linears(model: nn.Module) -> Iterator[None]:
-    """Inside this block, run the linear maps of `model` by oneDNN where that is faster.
+    """Inside this block, run the linear maps of `model` by oneDNN where that is faster, in 16 bits as by `product`.
 
     It replaces `forward` of the instances, and afterwards restores it. It takes modules whose class is `nn.Linear`
-    itself, with a parameter of plain float32 on a CPU. Quantised and sharded weights, and adapters, stay as they are.
+    itself, with a plain parameter on a CPU. Quantised and sharded weights, and adapters, stay as they are.
     """
-    swapped = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)] if _helps() else []
+    takes = _helps() or not has_all_products()
+    swapped = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)] if takes else []
     for module in swapped:
         module.forward = MethodType(_forward, module)
     try:
@@ -247,8 +249,10 @@ def weight_of(module: nn.Module, biased: bool = False) -> Tensor | None:
 
 def _forward(self: nn.Linear, input: Tensor) -> Tensor:
     weight = self.weight
+    if type(weight) is not nn.Parameter:
+        return F.linear(input, weight, self.bias)
     if (
-        type(weight) is not nn.Parameter
+        not _helps()
         or not input.dtype == weight.dtype == torch.float32
         or not input.is_cpu
         or not weight.is_cpu
@@ -256,7 +260,7 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
     ):
-        return F.linear(input, weight, self.bias)
+        return product(input, weight, self.bias)
     y = _linear(input.reshape(-1, input.shape[-1]), weight)
     return (y if self.bias is None else y + self.bias).view(*input.shape[:-1], -1)
 

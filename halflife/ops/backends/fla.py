@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import not_plain
+from halflife.ops.arguments import cached_constant, not_plain
 from halflife.ops.backends import fla_op
-from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.fla_op import function as _function
 from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR

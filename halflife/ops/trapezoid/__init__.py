@@ -1,9 +1,8 @@
 """Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, outputs, and MIMO.
 
 Each is an expression of torch, and one launch on a CUDA device (`angles.py`, `weights.py` and `trapezoid.py` in
-`backends/triton/passes`, and `backends/triton/mimo`).
-`packing` says where sequences lie (None: in rows), and a `first` tensor is what the state kept of the token before
-each of them (None: zeros).
+`backends/triton/passes`, and `backends/triton/mimo`). `packing` says where sequences lie (None: in rows), and a `first`
+tensor is what the state kept of the token before each of them (None: zeros).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import implements_pass, run_gpu_pass, run_pass
+from halflife.ops.backends.widened import times
 from halflife.ops.chunked.layout import make_layout
 from halflife.ops.fused import launch, turned
 from halflife.ops.spec import define
@@ -223,8 +223,8 @@ def _mimo_products(
     q: Tensor, k: Tensor, before: Tensor, weight: Tensor, gain: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
     q, k, before = (x.to(ROOMY[x.dtype]).transpose(2, 3) for x in (q, k, before))
-    later = weight[..., None, None] * (q @ before.transpose(-1, -2)).triu(1)
-    now = gain[..., None, None] * (q @ k.transpose(-1, -2))
+    later = weight[..., None, None] * times(q, before.transpose(-1, -2)).triu(1)
+    now = gain[..., None, None] * times(q, k.transpose(-1, -2))
     rank = torch.eye(q.shape[3], device=now.device, dtype=now.dtype)
     return later, now + skip[:, None, None].to(now) * rank
 
@@ -269,7 +269,7 @@ def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, 
         values: w^x `[R, H, V]`.
     """
     for weights, one in ((later, before), (now, x)):  # x stands outside the sum
-        y = y + torch.einsum("bthrs,shv->btrhv", weights.to(x.dtype), values.to(x.dtype)) * one.unsqueeze(2)
+        y = y + times(weights.to(x.dtype), values.to(x.dtype).transpose(0, 1)).transpose(2, 3) * one.unsqueeze(2)
     return y
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from halflife.files import folder_lock, write_json
-from halflife.ops.backends.constant import cached_constant
+from halflife.ops.arguments import cached_constant
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY, PASSED = "halflife_native.so", "passed.json"  # in the folder of a build; the second after a selfcheck

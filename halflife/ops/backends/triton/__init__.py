@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import alike, dense, not_plain
-from halflife.ops.backends.constant import cached_constant
+from halflife.ops.arguments import alike, cached_constant, dense, not_plain
 from halflife.ops.backends.dispatch import add_skip, folded
 from halflife.ops.call import Call
 

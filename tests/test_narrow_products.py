@@ -1,0 +1,72 @@
+"""Products of 16 bits on a CPU that has no instructions for them: in float32, everywhere, and of the same numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, ids_of, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halflife import precision
+from halflife.models import PRESETS
+from halflife.models.loss import mean_loss
+from halflife.ops.linear import product
+
+DTYPES = (torch.bfloat16, torch.float16)
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one number; sums in float32 add nothing to it
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch):
+    """A CPU without products of 16 bits, whatever this one has."""
+    monkeypatch.setattr(precision, "_has_products", lambda dtype: dtype not in DTYPES)
+
+
+FEW = ("mamba2+ska", "mamba3_mimo", "rwkv7", "llama")
+ALL = (*PRESETS, "mamba2+ska", "gated_deltanet+gate_rank", "mamba2+log_linear", "mamba2+koopman_mlp")
+
+
+class Narrow(TorchDispatchMode):
+    """Writes down products of 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in PRODUCTS and any(getattr(x, "dtype", None) in DTYPES for x in args):
+            self.found.add((name, *(tuple(x.shape) for x in args if isinstance(x, torch.Tensor))))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_rounds_once(plain_cpu, dtype, autocast):
+    x, weight, bias = torch.randn(2, 3, 50), torch.randn(20, 50), torch.randn(20)
+    given = [part if autocast else part.to(dtype) for part in (x, weight, bias)]
+    given = {name: part.requires_grad_() for name, part in zip(("x", "weight", "bias"), given, strict=True)}
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        y = product(**given)
+    assert y.dtype == dtype
+    exact = {name: part.detach().to(dtype).double().requires_grad_() for name, part in given.items()}
+    expected, dy = F.linear(**exact), torch.randn(2, 3, 20).to(dtype)
+    assert_close(y, expected, 4 * ROUNDING[dtype])
+    found = torch.autograd.grad(y, [*given.values()], dy)
+    expected = torch.autograd.grad(expected, [*exact.values()], dy.double())
+    assert_close(*(dict(zip(given, grads, strict=True)) for grads in (found, expected)), 4 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba2", "mamba3_mimo", "gated_deltanet", "rwkv7", "llama", "mamba2+ska", "gated_deltanet+gate_rank"]
+)
+@pytest.mark.parametrize("cast", [False, True])
+def test_no_product_of_16_bits_is_left(name, cast, plain_cpu):
+    model, ids = tiny(name), ids_of(2, 40)
+    model = model.bfloat16() if cast else model
+    with Narrow() as seen:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not cast):
+            hidden, _ = model.hidden(ids)
+            loss = mean_loss(hidden.flatten(0, 1), model.head_or_weight, ids.flatten())
+        loss.backward()
+    assert not seen.found
