@@ -158,7 +158,7 @@ def test_info_checks_this_machine(capsys, quick_check):
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_info_says_that_other_accelerators_run_plain_pytorch(kind, monkeypatch):
     """With a faked accelerator, on it and on the CPU beside it."""
-    monkeypatch.setattr(about, "bf16_slowdown", lambda device: 1.0)
+    monkeypatch.setattr(about, "bf16_speedup", lambda device: 1.0)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     on, beside = ({text for _, text in about.summary(device, "").rows} for device in (kind, "cpu"))

@@ -31,10 +31,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2, torch.float16: 6.4e-3}
 TOLERANCES = {
     "koopman_attention": TOLERANCE | {torch.float32: 9.2e-4},
     "ridge_attention": TOLERANCE | {torch.float32: 1.1e-5},
-    # Four times the measured error (the first two: on a CPU with AVX512-BF16): gradients of parameters are sums over
-    # tokens of terms that cancel. Layers compute decays in float32 alone.
+    # Four times the measured error (the first two: on a CPU with AVX512-BF16, the third: with AVX2): gradients of
+    # parameters are sums over tokens of terms that cancel. Layers compute decays in float32 alone.
     "swiglu": TOLERANCE | {torch.bfloat16: 6.4e-2},
     "token_mix_of_norm": TOLERANCE | {torch.bfloat16: 8.8e-2},
+    "feedback_keys": TOLERANCE | {torch.float32: 1.5e-5, torch.bfloat16: 0.18},
     "log_decay": {torch.float32: 1.2e-5},
     "gates": {torch.float32: 1.2e-5},
 }

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from halflife.ops.backends.widened import times
+
 GEMM_ROWS = 2048  # of the square matrices of `gemm_rate`
 GEMM_SECONDS = 0.5  # of one product at most; twice the rows take eight times as long
 GEMM_REPETITIONS = 5
@@ -99,14 +101,13 @@ def gemm_rate(
 
     Args:
         of: which of the rates of several products counts.
-        largest: rows of the matrices; fewer where a product takes longer than `GEMM_SECONDS`, because bfloat16 is a
-            hundred times slower than float32 on CPUs without instructions for it.
+        largest: rows of the matrices; fewer where a product takes longer than `GEMM_SECONDS`.
     """
 
     def product(rows: int) -> float:
         a = torch.randn(rows, rows, device=device, dtype=dtype)
         start = time.perf_counter()
-        torch.mm(a, a)
+        times(a, a)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter() - start
@@ -118,6 +119,6 @@ def gemm_rate(
     return of(2 * rows**3 / product(rows) for _ in range(GEMM_REPETITIONS))
 
 
-def bf16_slowdown(device: torch.device) -> float:
-    """How many times as long as in float32 a matrix product takes in bfloat16, below 1 where it is faster."""
-    return gemm_rate(device, torch.float32, 256) / gemm_rate(device, torch.bfloat16, 256)
+def bf16_speedup(device: torch.device) -> float:
+    """The rate of a matrix product in bfloat16, divided by that in float32."""
+    return gemm_rate(device, torch.bfloat16, 256) / gemm_rate(device, torch.float32, 256)

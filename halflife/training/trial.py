@@ -17,7 +17,6 @@ from halflife.training.checkpoints import KEPT
 from halflife.training.config import TrainConfig
 from halflife.training.estimate import BYTES_PER_PARAMETER, recording_saved
 from halflife.training.fit import Objective
-from halflife.training.speed import bf16_slowdown
 
 TIMED_TOKENS = 4096  # of a timed step at most; the time of a larger batch is extrapolated
 TIMED_PARAMETERS = 200_000_000  # parameters of a model that is tried; a larger one would take long
@@ -38,8 +37,6 @@ class Trial:
     # activations are not counted.
     memory: int
     disk: int  # bytes of all models, the checkpoints of one run, and a report
-    # how many times as long as in float32 products take in bfloat16, if a run has it; 1 otherwise
-    bf16_slowdown: float = 1.0
 
 
 def try_runs(
@@ -69,8 +66,7 @@ def try_runs(
         memory = max(BYTES_PER_PARAMETER * size + activations for _, size, (_, activations) in found)
     disk = sum(4 * sizes[_kind(config)] for config, _ in runs) + (KEPT + 1) * 12 * max(sizes.values()) + REPORT_BYTES
     steps, memory = sum(config.steps for config, _ in runs), memory or BYTES_PER_PARAMETER * max(sizes.values())
-    slowdown = bf16_slowdown(device) if any(config.bf16 for config, _ in runs) else 1.0
-    return Trial(len(runs), steps, seconds, round(memory), disk, slowdown)
+    return Trial(len(runs), steps, seconds, round(memory), disk)
 
 
 def _kind(config: TrainConfig) -> str:

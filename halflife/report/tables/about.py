@@ -18,10 +18,9 @@ from halflife.models.presets.sizes import SIZES
 from halflife.ops.backends import dispatch
 from halflife.report.table import Cell, Table, show
 from halflife.tasks import TASKS
-from halflife.training.speed import bf16_slowdown
+from halflife.training.speed import bf16_speedup
 
 PLAIN = ("chunked", "reference", "mask")  # backends without kernels
-SLOWER = 2  # times as slow as float32, above which bfloat16 is not worth its name
 PURPOSES = {
     "cli": "the command", "train": "train, compare", "report": "figures and pages", "gpu": "more GPU kernels",
     "eval": "eval --tasks", "sweep": "compare --on ray", "slurm": "compare --on slurm", "serve": "serve",
@@ -70,9 +69,10 @@ def summary(device: torch.device | str, checks: str) -> Table:
     rows = [
         ("fast", f"{len(compiled)} of {len(first)} ops and passes by {kernels} kernels, the others in plain PyTorch")
     ]
-    times = bf16_slowdown(device)
-    rows.append(("slow", f"bfloat16, {times:.0f} times as slow as float32: leave out --bf16") if times > SLOWER else
-                ("fast", "bfloat16 (--bf16)"))  # fmt: skip
+    times = bf16_speedup(device)
+    rows.append(
+        ("fast" if times > 1 else "slow", f"bfloat16 (--bf16), products {times:.2g} times as fast as in float32")
+    )
     rows += of_accelerators(device)
     for (name, reason), affected in refusals(device).items():
         if name == "native" and device.type == "cpu":

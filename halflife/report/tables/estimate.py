@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 HEADINGS = (
     "model", "runs", "parameters", "steps", "tokens", "weights + AdamW", "activations", "FLOPs a run", "at least"
 )  # fmt: skip
-BF16_SLOWDOWN = 2.0  # times as long as in float32 from which products in bfloat16 are worth a line
 
 
 def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple[Estimate, int]], bf16: bool) -> None:
@@ -100,13 +99,7 @@ def describe_trial(trial: Trial, here: bool = True) -> str:
         time = f"about {format_seconds(trial.seconds)} of training on this machine, one run after the other"
     least = "at least " if trial.seconds is None else ""
     space = f"{least}{format_bytes(trial.memory)} of memory, {format_bytes(trial.disk)} of disk"
-    slow = ""
-    if here and trial.bf16_slowdown > BF16_SLOWDOWN:
-        slow = (
-            f"\nbfloat16 takes {trial.bf16_slowdown:.0f} times as long as float32 on this machine; train without it"
-            " (compare: --set training.bf16=false)"
-        )
-    return f"{runs}, {trial.steps:,} steps in all: {time}, {space}{slow}"
+    return f"{runs}, {trial.steps:,} steps in all: {time}, {space}"
 
 
 def _text(value: Any) -> str:
