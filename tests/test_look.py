@@ -239,25 +239,32 @@ def test_a_window_forgets_at_once():
     assert torch.equal(weights > 0, inside)
 
 
-def test_several_writes_of_a_token_count_together():
-    """DeltaProduct writes twice for each token; a change of both values changes the reads by the weight."""
-    model, ids, found = tiny("deltaproduct"), torch.randint(0, 64, (9,)), {}
+@cases("name", "deltaproduct", "deltaproduct+vector")
+def test_several_writes_of_a_token_count_together(name):
+    """DeltaProduct writes twice for each token; a change of both values changes the reads by the weight.
+
+    What the decay alone would leave is the write of both steps under the decays of later tokens.
+    """
+    model, ids, found = tiny(name), torch.randint(0, 64, (9,)), {}
     observe(model, ids, lambda place, reading: found.update({place: reading}))
     reading = found[Place(0)]
     assert reading.steps == 2
     x, at = reading.tensors, torch.arange(9)
     beta, q, k = (x[name][0, :, 0] for name in ("beta", "q", "k"))
-    g = torch.zeros(18).double() if x["g"] is None else x["g"][0, :, 0]
+    g = x["g"][0, :, 0].reshape(18, -1, 1)
     columns = torch.zeros(k.shape[1], 9).double()
-    weights, norms = torch.zeros(2, 9, 9).double()
+    alone, (weights, norms, faded) = columns, torch.zeros(3, 9, 9).double()
     for row in range(18):
-        columns = g[row].exp() * columns
+        columns, alone = g[row].exp() * columns, g[row].exp() * alone
         columns = columns - beta[row] * torch.outer(k[row], k[row] @ columns)
         columns[:, row // 2] += beta[row] * k[row]
         if row % 2:
             weights[row // 2], norms[row // 2] = q[row] @ columns * reading.call.output_scale, columns.norm(dim=0)
+            alone[:, row // 2] = columns[:, row // 2]
+            faded[row // 2] = alone.norm(dim=0)
     torch.testing.assert_close(reading.weights()[0], weights, rtol=0, atol=EXACT)
     torch.testing.assert_close(reading.left(at, at)[0], norms / norms.diagonal(), rtol=0, atol=EXACT)
+    torch.testing.assert_close(reading.faded(at, at)[0], faded / faded.diagonal(), rtol=0, atol=EXACT)
 
 
 def test_what_cannot_be_shown_says_why():

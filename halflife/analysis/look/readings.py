@@ -20,7 +20,6 @@ from halflife.analysis.horizon import next_reset
 from halflife.ops.backends.dispatch import folded, implementation_of
 from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR
-from halflife.ops.chunked.groups import each_head
 from halflife.precision import compute_dtype, wide
 
 COLUMNS = 256  # tokens whose weights are computed at once
@@ -129,14 +128,14 @@ class OpReading(Reading):
         return self._propagated(columns, cursors)
 
     def faded(self, columns: Tensor, cursors: Tensor) -> Tensor:
-        g, k = self.tensors.get("g"), self.tensors["k"]
         if self.kind == "gate_rank":
             return faded_by_two(self.tensors["g_slow"], self.tensors["g_fast"], columns, cursors)
-        if self.steps > 1 or (g is not None and g.ndim == 4 and self.kind == "linear_attention"):
-            return self.left(columns, cursors)
-        if g is None or g.ndim == 3:
+        if (g := self.tensors.get("g")) is None:
             return faded(g, self.heads, columns, cursors)
-        return faded_channels(g, each_head(k, self.heads, 2), columns, cursors)
+        g = g.unflatten(1, (self.tokens, self.steps)).sum(2)  # of several rows of a token, only the first one decays
+        if g.ndim == 3:
+            return faded(g, self.heads, columns, cursors)
+        return faded_channels(g, self._written().unsqueeze(0), columns, cursors)
 
     def _propagated(self, columns: Tensor, cursors: Tensor) -> Tensor:
         """Run the recurrence from cursor to cursor, with the norms of the columns of its state at each."""
@@ -151,7 +150,8 @@ class OpReading(Reading):
                 at = cursor + 1
             empty = values.new_zeros(self.heads, len(columns))
             norms.append(empty if state is None else self._whole(state)[0].norm(dim=-2))
-        return torch.stack(norms, 1) / self._written()[:, None, columns].clamp(min=1e-30)
+        written = self._written()[columns].norm(dim=-1).T
+        return torch.stack(norms, 1) / written.unsqueeze(1).clamp(min=1e-30)
 
     def _states(self, state: Any) -> Any:
         """The states that the op returned as it takes them."""
@@ -165,13 +165,13 @@ class OpReading(Reading):
         return parts if isinstance(parts, Tensor) else parts[0] + parts[1]
 
     def _written(self) -> Tensor:
-        """The norm of each token's column right after its write, `[H, T]`, from states of zeros."""
+        """Each token's column right after its write, `[T, H, K]`, from states of zeros."""
         apart: dict[str, Any] = {
             n: None if x is None else x[0].unflatten(0, (self.tokens, self.steps)) for n, x in self.tensors.items()
         }
         ones = apart["v"].new_ones(self.tokens, self.steps, self.heads, 1)
         call = self._call({**apart, "v": ones})
-        return self._whole(implementation_of(call, self.backend)(call)[1])[..., 0].norm(dim=-1).T
+        return self._whole(implementation_of(call, self.backend)(call)[1])[..., 0]
 
 
 def faded(g: Tensor | None, heads: int, columns: Tensor, cursors: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def faded_channels(g: Tensor, k: Tensor, columns: Tensor, cursors: Tensor) -> Te
 
     Args:
         g: log-decays `[1, T, H, K]`.
-        k: keys `[1, T, H, K]`.
+        k: keys, or what each token wrote, `[1, T, H, K]`.
     """
     total = g[0].double().clamp(min=-1e4).cumsum(0)
     keys = F.normalize(k[0].double(), dim=-1)[columns]
