@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from helpers import assert_raises, call_of, cases, generator
 
 import halflife
+from halflife.analysis.decays import measure_decays
 from halflife.analysis.foreign.model import ForeignModel
+from halflife.analysis.horizon import horizon, horizon_lags
 from halflife.analysis.look import load_for_lens, look
 from halflife.analysis.look.lens import half_lives
 from halflife.analysis.look.observe import READ, Place, observe
-from halflife.analysis.look.readings import OpReading
+from halflife.analysis.look.readings import OpReading, faded
 from halflife.cli import main
 from halflife.cli.measure.look import _best_label
 from halflife.cli.options import open_page
@@ -30,6 +32,7 @@ from halflife.ops import available_backends
 from halflife.ops.backends import dispatch
 from halflife.ops.log_linear.rows import levels
 from halflife.ops.spec import OPS
+from halflife.packing import Packing
 from halflife.report.look import find_pairs
 from halflife.report.look_picture import EDGE, SHARPNESS, WIDTH, cells, drawable, mixed
 from halflife.report.tables.look import look_sentence, look_table
@@ -226,6 +229,30 @@ def test_other_memories_read_by_their_weights(name, kind):
     assert weights.abs().max() > 1e-3
     one = reading.of([1])
     torch.testing.assert_close(one.weights()[0], weights[1], rtol=0, atol=EXACT)
+
+
+def test_mamba3_writes_into_the_fast_state_after_the_reset_of_the_next_token():
+    """With GateRank: what is left is the norm of both states of the op, and the horizon is that of what is left."""
+    model, ids, found = tiny("mamba3+gate_rank", num_layers=1, num_heads=2), torch.randint(0, 64, (30,)), {}
+    with torch.no_grad():
+        model.blocks[0].mixer.gate_rank.slow_gate.bias.fill_(-0.5)
+        model.blocks[0].mixer.decay.dt_bias.add_(6)
+    observe(model, ids, lambda place, reading: found.update({place: reading}))
+    reading, at = found[Place(0)], torch.arange(30)
+    left = reading.left(at, at).detach()
+    memory, x, q, k, _, g, _, gain, *_ = reading.given
+    before = F.pad(reading.identity(slice(0, 30))[:, :-1], (0, 0, 0, 0, 1, 0))
+    with torch.no_grad():
+        _, new = memory(x, q, k, before, g, None, {}, Packing.of(None, 1, 30), gain=gain, scale=1)
+    entered = (gain * k.norm(dim=-1) / g.exp())[0, 1:].T  # without the decay of the token at which it enters
+    norms = (new["memory"] + new["slow"])[0].norm(dim=1)[:, :-1] / entered
+    torch.testing.assert_close(left[:, -1, :-1], norms, rtol=0, atol=EXACT)
+    assert reading.resets[:, 1:].any()
+    assert not torch.allclose(left, faded(g, 2, at, at), atol=1e-3)
+    for h, head in enumerate(measure_decays(model, ids[None])[0].heads):
+        energy = torch.stack([left[h].diagonal(-int(lag))[:15].square().mean() for lag in horizon_lags(30)])
+        assert head.horizon == pytest.approx(horizon(horizon_lags(30), energy), rel=1e-6)
+        assert head.horizon < 15
 
 
 def test_a_window_forgets_at_once():

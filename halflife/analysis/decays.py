@@ -15,6 +15,7 @@ from halflife.analysis.horizon import RetainedEnergy, horizon, horizon_lags, nex
 from halflife.analysis.readable import Progress, Readable, ignore, read_text
 from halflife.analysis.records import Record
 from halflife.evaluation import evaluating
+from halflife.layers.mamba3 import Mamba3
 from halflife.models.timescales import layer_decays
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
@@ -103,7 +104,8 @@ def measure_decays(model: Readable, ids: Tensor, progress: Progress = ignore) ->
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise ValueError(f"ids must be [B, T] with B ≥ 1 and T ≥ 2; got {tuple(ids.shape)}")
     fast = {layer: _Tally(ids.shape, decay.shape) for layer, decay in layer_decays(model)}
-    slow = {layer: _SlowTally(ids.shape, fast[layer]) for layer, _ in slow_gates(model) if layer in fast}
+    slow = {layer: _SlowTally(ids.shape, fast[layer], isinstance(model.blocks[layer].mixer, Mamba3))
+            for layer, _ in slow_gates(model) if layer in fast}  # fmt: skip
     with evaluating(model), capture(model, decay=lambda i, g: fast[i].add(g), slow_decay=lambda i, g: slow[i].add(g)):
         for sequence in ids.split(1):
             read_text(model, sequence, progress)
@@ -182,12 +184,12 @@ class _Tally:
 class _SlowTally(_Tally):
     """The same for GateRank's slow state, and the energy of both states. Each sequence is first added to `fast`.
 
-    Here a piece is a whole sequence, because a reset that lies ahead counts.
+    Here a piece is a whole sequence, because a reset that lies ahead counts. `entry` is that of `retained_energy`.
     """
 
-    def __init__(self, shape: tuple[int, ...], fast: _Tally) -> None:
+    def __init__(self, shape: tuple[int, ...], fast: _Tally, entry: int) -> None:
         super().__init__(shape, (fast.num_heads,))
-        self.fast = fast
+        self.fast, self.entry = fast, entry
         self.energy_of_both: Tensor | float = 0.0
         self.resets = 0.0
 
@@ -195,7 +197,7 @@ class _SlowTally(_Tally):
         super().add(g)
         resets = g[0].detach().cpu() != 0
         self.resets += resets[1:].double().mean(-1).sum().item()
-        energy = retained_energy(self.fast.sums, self.lags, self.sums, next_reset(resets).unsqueeze(-1))
+        energy = retained_energy(self.fast.sums, self.lags, self.sums, next_reset(resets).unsqueeze(-1), self.entry)
         self.energy_of_both = self.energy_of_both + energy
 
 

@@ -69,19 +69,19 @@ class RetainedEnergy:
         return slice(low, high)
 
 
-def retained_energy(fast: Tensor, lags: Tensor, slow: Tensor, reset: Tensor) -> Tensor:
+def retained_energy(fast: Tensor, lags: Tensor, slow: Tensor, reset: Tensor, entry: int = 0) -> Tensor:
     """The energy of `RetainedEnergy` under GateRank, of both states together, `[L, H]`, at ascending `lags [L]`.
 
     `fast` and `slow` are inclusive sums of the log-decays of each state along one sequence, and `reset` is each token's
-    next reset, T for none: `[T, H, K]` each.
+    next reset, T for none: `[T, H, K]` each. A write is in the fast state after `entry` tokens, 1 in Mamba-3.
     """
     starts = write_tokens(len(fast), lags)
     energies = []
     for lag in lags.tolist():
         # The fast decay acts up to the reset, the slow decay acts all along, see `ops.gate_rank.masks`.
         ends = starts + lag
-        until = torch.minimum(reset[starts], ends.view(-1, 1, 1))
-        left = slow[ends] - slow[starts] + fast.gather(0, until) - fast[starts]
+        until = torch.minimum(reset[starts + entry], ends.view(-1, 1, 1))
+        left = slow[ends] - slow[starts + entry] + fast.gather(0, until) - fast[starts]
         energies.append((2 * left).exp().mean((0, 2)))
     return torch.stack(energies)
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.analysis.look.readings import Reading, faded, faded_channels
+from halflife.analysis.look.readings import Reading, faded, faded_by_two, faded_channels
+from halflife.layers.memory.gate_rank import GateRank
 from halflife.precision import compute_dtype
 
 
@@ -70,14 +71,19 @@ class TrapezoidReading(PartReading):
     """The reading of Mamba-3, where a token writes at the end of its step and at the beginning of the next one.
 
     What is left of a write is what its decays leave. The function of the layer is that of (memory, x, q, k_before, v,
-    g, v_before, …).
+    g, v_before, …, packing).
     """
 
     kind, values = "trapezoid", 4
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.stored = 4 * self.given[3].shape[-1] * self.given[4].shape[-1], 0
+        memory, x, *_, packing = self.given
+        states, self.g_slow = 1, None
+        if isinstance(memory, GateRank):
+            states, self.g_slow = 2, memory.slow_gate(memory.proj(x), None, packing)[0][:, :, self.chosen]
+            self.resets = self.g_slow[0].T != 0
+        self.stored = 4 * states * self.given[3].shape[-1] * self.given[4].shape[-1], 0
 
     def respond(self, columns: slice) -> Tensor:
         values = self.identity(columns)
@@ -87,4 +93,7 @@ class TrapezoidReading(PartReading):
         return y[0].unflatten(-1, values.shape[2:]).transpose(0, 1)[self.chosen]
 
     def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
-        return faded(self.given[5][:, :, self.chosen], self.heads, columns, cursors)
+        g = self.given[5][:, :, self.chosen]
+        if self.g_slow is not None:
+            return faded_by_two(self.g_slow, g, columns, cursors, entry=1)
+        return faded(g, self.heads, columns, cursors)

@@ -238,17 +238,20 @@ class AttentionReading(Reading):
         return kept.double().expand(self.heads, -1, -1)
 
 
-def faded_by_two(g_slow: Tensor, g_fast: Tensor, columns: Tensor, cursors: Tensor) -> Tensor:
+def faded_by_two(g_slow: Tensor, g_fast: Tensor, columns: Tensor, cursors: Tensor, entry: int = 0) -> Tensor:
     """What GateRank's gates leave, `[H, C, n]`: the fast decay up to the first reset, and the slow one all along.
 
     Args:
         g_slow, g_fast: log-decays `[1, T, H]`; where g_slow is not 0 is a reset.
+        entry: the tokens after which a write is in the fast state, see `horizon.retained_energy`.
     """
     resets = g_slow[0] != 0
     slow = torch.where(resets, g_slow[0], 0.0).double().clamp(min=-1e4).cumsum(0)
     fast = g_fast[0].double().clamp(min=-1e4).cumsum(0)
-    until = torch.minimum(next_reset(resets.cpu()).to(columns.device)[columns], cursors.view(-1, 1, 1))  # [C, n, H]
-    total = slow[cursors].unsqueeze(1) - slow[columns] + fast.gather(0, until.flatten(0, 1)).view_as(until)
+    entered = (columns + entry).clamp(max=len(fast) - 1)
+    until = torch.minimum(next_reset(resets.cpu()).to(columns.device)[entered], cursors.view(-1, 1, 1))  # [C, n, H]
+    total = (slow[cursors].unsqueeze(1) - slow[entered]).clamp(max=0)
+    total = total + fast.gather(0, until.flatten(0, 1)).view_as(until)
     later = (cursors.unsqueeze(-1) >= columns).unsqueeze(-1)
     return torch.where(later, total - fast[columns], -torch.inf).exp().permute(2, 0, 1)
 
