@@ -11,9 +11,10 @@ from helpers import cases
 
 from halflife import LanguageModel, preset, tasks
 from halflife.analysis.forecast import reading, recall
-from halflife.analysis.forecast.ageing import LayerAgeing, empty_memories, memories
+from halflife.analysis.forecast.ageing import LayerAgeing, empty_memories, later_angle, memories
 from halflife.analysis.forecast.survey import lags_to
 from halflife.analysis.forecast.text import FORGOTTEN_SHARE, forecast_influence, measure_influence, texts_length
+from halflife.analysis.readable import layer_kinds
 from halflife.cli import main
 from halflife.models import checkpoint
 from halflife.report.figures.forecast import forecast_figures
@@ -172,11 +173,43 @@ def test_faster_decay_forgets_earlier():
     assert found[1] > 2 * found[0]
 
 
-@cases("name, why", ("llama", "layer 0 .attention."), ("lightnet", "decay"), ("mamba2+ska", "layer 1 .ska."))
+@cases(
+    "name, why", ("llama", "layer 0 .attention."), ("lightnet", "decay"), ("mamba2+ska", "layer 1 .ska."),
+    ("mesa", "gram"), ("mamba2+log_linear", "memory of several levels"), ("simple+tpe", "the state of TPE"),
+    ("mamba2+attention", "beside.keys"),
+)  # fmt: skip
 def test_what_has_no_such_memory_is_refused(name, why):
     config = preset(name, hidden_size=32, num_layers=2, num_heads=4, vocab_size=64)
+    if "beside" in why:
+        config = dataclasses.replace(config, hybrid={**config.hybrid, "attach": "beside"})
+        assert layer_kinds(LanguageModel(config)) == ["mamba2", "mamba2 + attention"]
     with pytest.raises(ValueError, match=f"no forecast for .*{why}"):
         recall.forecast_recall(LanguageModel(config), tasks.build(**MQAR), [16], window=16)
+
+
+def test_longhorn_has_no_rates_at_rest_and_fades():
+    model = model_of("longhorn")
+    found = recall.forecast_recall(model, tasks.build(**MQAR), [WINDOW, 64], window=WINDOW)
+    assert all(0 < head.rate < math.inf for head in found.heads)
+
+
+def test_mamba3_turns_on():
+    """The angle goes on by the mean of its last half window; what differs between texts grows as the root."""
+    half, full = torch.tensor([[0.1], [0.3]]).double(), torch.tensor([[0.45], [-0.45]]).double()
+    found = later_angle({"angle": half}, {"angle": full}, 4)["angle"]  # by 0.35 and 0.25 of a turn
+    expected = full + 4 * 0.3 + 2 * torch.tensor([[0.05], [-0.05]])
+    assert torch.allclose(found, expected - expected.round())
+    model, ids = model_of("mamba3"), texts(40)
+    count = iter((8, 12))
+
+    def read(length):
+        start = next(count)
+        return ids[:, start : start + length]
+
+    aged = reading.Reading(model, ids[:, :8], read, 8)
+    before, after = (aged.at(lag, lag)[0]["angle"] for lag in (8, 24))
+    torch.testing.assert_close(before, aged.full.state[0]["angle"], rtol=0, atol=1e-15)
+    assert (after - before).abs().max() > 1e-3
 
 
 def test_lags_before_the_window_are_refused():

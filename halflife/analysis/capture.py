@@ -83,8 +83,10 @@ def slow_gates(model: Readable) -> list[tuple[int, SlowGate]]:
 
 
 def ska_layers(model: Readable) -> list[tuple[int, SKALayer]]:
-    """Return (layer, mixer) for every layer of spectral Koopman attention."""
-    return [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, SKA)]
+    """Return (layer, mixer) for every layer of spectral Koopman attention, also beside another mixer."""
+    parts = ("mixer", "beside")
+    mixers = [(i, getattr(block, part, None)) for i, block in enumerate(model.blocks) for part in parts]
+    return [(i, mixer) for i, mixer in mixers if isinstance(mixer, SKA)]
 
 
 @torch.no_grad()

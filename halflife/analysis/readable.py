@@ -43,7 +43,9 @@ def layer_kinds(model: Readable) -> list[str]:
     """Say what mixes the tokens of each layer."""
     if isinstance(model, ForeignModel):
         return [" + ".join(block.mixer.kinds) or "no mixer" for block in model.blocks]
-    return [model.config.mixer_of(layer)[0] for layer in range(len(model.blocks))]
+    config, layers = model.config, range(len(model.blocks))
+    parts = [filter(None, (config.mixer_of(layer), config.beside_of(layer))) for layer in layers]
+    return [" + ".join(name for name, _ in mixers) for mixers in parts]
 
 
 class TextIds:

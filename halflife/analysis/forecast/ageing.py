@@ -47,6 +47,21 @@ def subtract(state: State, part: State) -> State:
     return {name: value - part[name] for name, value in state.items()}
 
 
+def later_angle(half: State, full: State, pieces: int) -> State:
+    """Mamba-3's `angle` in turns, after `pieces` more pieces of text as long as the second half of the window.
+
+    In each the mean over texts turns as it did there, and the fluctuation grows as the root of their number. Layers
+    without an angle have an empty dict.
+    """
+    if "angle" not in full:
+        return {}
+    turned = full["angle"] - half["angle"]
+    mean = torch.exp(2j * torch.pi * turned).mean(0).angle() / (2 * torch.pi)
+    fluctuation = turned - mean
+    angle = full["angle"] + pieces * mean + math.sqrt(pieces) * (fluctuation - fluctuation.round())
+    return {"angle": angle - angle.round()}
+
+
 class LayerAgeing:
     """The memory of one layer at any lag, extrapolated from the states at half the window and at its end.
 
@@ -88,7 +103,7 @@ class LayerAgeing:
         share = (place - low).view(-1, *[1] * (log_scales.ndim - 1))
         log_scale = log_scales[low] * (1 - share) + log_scales[low + 1] * share
         at_window = self.decay.timescales(self.before + self.window).double().log()
-        stretch = (at_window - log_scale).exp()
+        stretch = torch.where(at_window.isinf(), 0, at_window - log_scale).exp()  # Longhorn has no rates at rest
         rows = self.beginning[name].shape[-2]
         return stretch.unsqueeze(-1) if stretch.ndim == 2 else stretch.repeat(1, 1, rows // stretch.shape[-1])
 

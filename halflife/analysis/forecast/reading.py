@@ -9,9 +9,10 @@ without reading that far:
     P_L = P_W · e^{−(R(L) − R(W))},   R(L) = Σ_{t ≤ L} r(t),   r(t) = r · τ(W) / τ(t)   (τ: base time-scales, for PoST)
     F_L: its mean over texts grows as Σ_t e^{−(R(L) − R(t))}, its fluctuation as the root of Σ_t e^{−2 (R(L) − R(t))}
 
-The forecast puts `P_L + F_L` into the model and asks it (`recall` for pairs, `text` for the beginning of a text). So it
-includes whatever the model makes of a faint state (skips, norms, gates). Ageing one part alone, `P_L + F_W` or
-`P_W + F_L`, shows why a model forgets: what it stored *fades*, or its state *fills*.
+Positions are those of the lag, and Mamba-3 turns on (`later_angle`). The forecast puts `P_L + F_L` into the model and
+asks it (`recall` for pairs, `text` for the beginning of a text). So it includes whatever the model makes of a faint
+state (skips, norms, gates). Ageing one part alone, `P_L + F_W` or `P_W + F_L`, shows why a model forgets: what it
+stored *fades*, or its state *fills*.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.capture import read_from
-from halflife.analysis.forecast.ageing import MEMORIES, LayerAgeing, SplitState, empty_memories, memories, subtract
+from halflife.analysis.forecast.ageing import (
+    MEMORIES,
+    LayerAgeing,
+    SplitState,
+    empty_memories,
+    later_angle,
+    memories,
+    subtract,
+)
 from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.records import Record
 from halflife.models import LanguageModel, ModelState
@@ -76,7 +85,7 @@ class Reading:
             raise ValueError(
                 f"a forecast needs at least 2 sequences, whose differences are the noise; got {len(beginning)}"
             )
-        half = split(model, read(window // 2), start(model, beginning))
+        half = self._half = split(model, read(window // 2), start(model, beginning))
         self.full = split(model, read(window - window // 2), half)
         self.window, self._length = window, beginning.shape[1]
         self._layers = [LayerAgeing(model, half, self.full, layer) for layer in range(len(self.full.beginning))]
@@ -91,7 +100,11 @@ class Reading:
 
     def _with(self, parts: Sequence[dict[str, Tensor]], lag: int) -> ModelState:
         at = torch.full_like(self.full.state[0]["position"], self._length + lag)
-        return tuple({**state, **part, "position": at} for state, part in zip(self.full.state, parts, strict=True))
+        pieces = round((lag - self.window) / (self.window - self._half.seen))
+        return tuple(
+            {**full, **part, "position": at, **later_angle(half, full, pieces)}
+            for half, full, part in zip(self._half.state, self.full.state, parts, strict=True)
+        )
 
     def heads(self) -> list[HeadFading]:
         """Return how each head fades."""
@@ -150,14 +163,21 @@ def in_float64(model: Rememberer) -> Rememberer:
 
 
 def require_linear_memory(model: LanguageModel) -> None:
-    """Raise ValueError if the state of a layer is not linear in what was written, or if its decay has a state."""
+    """Raise ValueError if a layer has other states than matrices that are linear in what was written.
+
+    Such are the state of a decay, MesaNet's Gram matrix, the levels of log-linear attention, what a mixer beside the
+    first one holds, and the Toeplitz layer's state.
+    """
     _, state = model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device))
-    for layer, names in enumerate(state[: len(model.blocks)]):
-        if not set(MEMORIES) & set(names) or "decay" in names or len(state) > len(model.blocks):
+    for layer, parts in enumerate(state):
+        names = [f"{name} of several levels" if x.ndim > 4 else name for name, x in parts.items()]
+        others = [name for name in names if name in ("decay", "gram") or name.startswith("beside.")]
+        if layer == len(model.blocks) or others or not set(MEMORIES) & set(names):
+            of = f"layer {layer} ({model.config.mixer_of(layer)[0]})"
             raise ValueError(
-                f"no forecast for {model.config.name}: the state of layer {layer} "
-                f"({model.config.mixer_of(layer)[0]}) holds {', '.join(names)}; a forecast needs matrices "
-                f"({', '.join(MEMORIES)}) that fade and that tokens write to linearly"
+                f"no forecast for {model.config.name}: the state of {of if layer < len(model.blocks) else 'TPE'} holds "
+                f"{', '.join(names)}; a forecast needs matrices ({', '.join(MEMORIES)}) alone, that fade and that "
+                "tokens write to linearly"
             )
 
 
