@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
 from halflife.analysis import survey
+from halflife.analysis.capture import capture
 from halflife.analysis.model_spectrum import effective_modes, model_spectrum, spectrum_at, taper_report
 from halflife.cli import main
 from halflife.decay import DECAYS, SpectralDecay
@@ -21,7 +22,7 @@ from halflife.files import finite
 from halflife.lab.theory import spectra
 from halflife.models import LanguageModel, ModelConfig, checkpoint
 from halflife.models.load import checkpoints, load_any
-from halflife.models.timescales import layer_decays
+from halflife.models.timescales import layer_decays, timescales
 from halflife.report.figures import spectrum as model_spectrum_figures
 from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.tables.spectrum import write_tables
@@ -86,6 +87,17 @@ def test_post_with_reference_length_1_at_every_position():
             assert spectrum.too_slow == np.mean(base * position**ideal > position * 1.001)
             assert spectrum.too_fast == 0
         assert {at: spectrum.too_slow for at, spectrum in layer.spectra.items()} == slow
+
+
+@cases("name", "longhorn", "longhorn_paper", "rwkv7+post", "gla", "mamba3")
+def test_base_spectra_are_those_of_a_layer_that_reads_zeros(name):
+    """Also where a bias of another part counts: of Longhorn's convolution, and the zigzag of RWKV-7 under PoST."""
+    model, found = tiny(name), []
+    with capture(model, decay=lambda layer, g: found.append(g[0, -1].flatten())), torch.no_grad():
+        for block in model.blocks:
+            block.mixer(torch.zeros(1, 5, 16), shared={})
+    for layer, g in zip(timescales(model, [5]), found, strict=True):
+        torch.testing.assert_close(torch.tensor(layer.timescales["5"]), -1 / g, rtol=1e-4, atol=0)
 
 
 def test_positions_are_of_post_or_of_the_text_or_given():

@@ -101,12 +101,21 @@ class Longhorn(Mixer):
     def reset_parameters(self) -> None:
         reset(self, self.initial)
 
+    def _written(self, values: Tensor) -> tuple[DecayParts, Tensor]:
+        """Log-decays and keys, and queries, of what came through the convolution."""
+        r, k, q = self.x_proj(values).split(self.splits, -1)
+        return self.decay(self.step_proj(r), k, values.dtype, self.pass_backend), q
+
+    def at_rest(self) -> Tensor:
+        """The log-decays where the input of the layer is 0, `[1, 1, H, K]`, by the bias of its convolution."""
+        values, _ = self.conv(self.x_proj.weight.new_zeros(1, 1, self.x_proj.in_features), None, Packing.of(None, 1, 1))
+        return self._written(values)[0].g
+
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         projected = self.in_proj(x)
         values, z = split(projected, [projected.shape[-1] // 2] * 2)
         values, conv = self.conv(values, state.get("conv"), packing)
-        r, k, q = self.x_proj(values).split(self.splits, -1)
-        written = self.decay(self.step_proj(r), k, values.dtype, self.pass_backend)
+        written, q = self._written(values)
         heads = values.unflatten(-1, (self.num_heads, self.head_dim))
         q = q.to(values.dtype).unsqueeze(2)  # of one group
         y, memory = one_state(

@@ -8,6 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from halflife.decay import Decay
+from halflife.layers.longhorn import Longhorn
+
 
 @runtime_checkable
 class HasBlocks(Protocol):
@@ -46,7 +49,8 @@ class LayerTimescales:
 def timescales(model: HasBlocks, positions: Iterable[int]) -> list[LayerTimescales]:
     """Return each layer's base time-scales: the tokens in which a channel decays by 1/e if the layer's input is 0.
 
-    The activation of the decay is then 0, or the bias of the decay's projection if it has one (GLA).
+    The activation of the decay is then 0, or the bias of the decay's projection if it has one (GLA, and the zigzag of
+    RWKV-7 under PoST), and Longhorn's keys are those of its convolution's bias.
 
     Args:
         model: any language model, also one of transformers.
@@ -63,9 +67,11 @@ def timescales(model: HasBlocks, positions: Iterable[int]) -> list[LayerTimescal
 
 
 def _at_zero_input(mixer: Any, decay: Any, position: int, shared: dict[str, torch.Tensor]) -> list[float]:
-    bias = getattr(getattr(getattr(mixer, "decay_proj", None), "up", None), "bias", None)
-    more = {"shared": shared} if getattr(decay, "reads_shared", False) else {}
-    if (bias is None and not more) or decay.stateful:
+    if isinstance(mixer, Longhorn):
+        return (1 / mixer.at_rest().abs()).flatten().tolist()
+    if not isinstance(decay, Decay) or decay.stateful:
         return decay.timescales(position).flatten().tolist()
-    f = (torch.zeros(decay.shape) if bias is None else bias).view(1, 1, *decay.shape)
-    return (-1 / decay(f, position=f.new_tensor([position], dtype=torch.float32), **more)).flatten().tolist()
+    bias = getattr(getattr(getattr(mixer, "decay_proj", None), "up", None), "bias", None)
+    f = decay._rest() if bias is None else bias.view(1, 1, *decay.shape)
+    more = {"shared": shared} if decay.reads_shared else {}
+    return (1 / decay(f, position=f.new_tensor([position], dtype=torch.float32), **more).abs()).flatten().tolist()

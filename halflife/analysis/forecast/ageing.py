@@ -103,7 +103,7 @@ class LayerAgeing:
         share = (place - low).view(-1, *[1] * (log_scales.ndim - 1))
         log_scale = log_scales[low] * (1 - share) + log_scales[low + 1] * share
         at_window = self.decay.timescales(self.before + self.window).double().log()
-        stretch = torch.where(at_window.isinf(), 0, at_window - log_scale).exp()  # Longhorn has no rates at rest
+        stretch = torch.where(at_window.isinf(), 0, at_window - log_scale).exp()  # Longhorn fades by its keys alone
         rows = self.beginning[name].shape[-2]
         return stretch.unsqueeze(-1) if stretch.ndim == 2 else stretch.repeat(1, 1, rows // stretch.shape[-1])
 
