@@ -1,5 +1,6 @@
 """`halflife diagnose`: what models allow, and the words for how their layers forget."""
 
+import dataclasses
 import html
 import json
 import math
@@ -8,6 +9,7 @@ import re
 import foreign_models
 import numpy as np
 import pytest
+import torch
 
 from halflife.analysis.diagnosis import Allowed, what_is_allowed
 from halflife.analysis.look import HeadLens
@@ -78,7 +80,21 @@ def test_verdicts(horizons, words):
     layers = [{"layer": i, "horizon": one, "longest_lag": 1024} for i, one in enumerate(horizons)]
     own = Allowed(["mamba2"] * 2, "", "", "", 2048, 0)
     model = {"layers": layers, "positions": [1]}
-    assert diagnosis.verdict("m", own, model) == f"m: {words} Its state of one sequence takes 2 KiB."
+    said = f"m: {words} Its state of one sequence takes 2 KiB."
+    assert diagnosis.verdict("m", own, model) == said
+    hybrid = dataclasses.replace(own, mixers=["mamba2", "mamba2", "attention"])
+    assert diagnosis.verdict("m", hybrid, model) == re.sub("(heads|other layers)", r"\1 with a decay", said)
+
+
+def test_the_state_is_that_of_the_dtype_with_all_levels(tmp_path):
+    config = preset("mamba2+log_linear", hidden_size=16, num_layers=1, num_heads=2, vocab_size=64)
+    model = LanguageModel(config)
+    checkpoint.save(model, tmp_path / "one")
+    (found,) = what_is_allowed([tmp_path]).values()
+    _, (state,) = model.hidden(torch.zeros(1, 3, dtype=torch.long))
+    levels = state["memory"].nbytes * 15 / state["memory"].shape[2]
+    assert (found.state_bytes, found.token_bytes) == (levels + state["conv"].nbytes, 0)
+    assert "of several levels" in found.forecast
 
 
 def test_what_is_lost_was_overwritten_or_faded():

@@ -28,7 +28,7 @@ class Allowed(Record):
     spectrum: str
     forecast: str
     memory: str  # or the reason why its state is of unknown size
-    state_bytes: int | None  # of one sequence, in the parts that do not grow
+    state_bytes: int | None  # of one sequence, in the parts that do not grow, or with all levels (log-linear attention)
     token_bytes: int | None  # by which the state grows with a token
 
 
@@ -43,13 +43,14 @@ def _allowed(folder: Path, device: torch.device | str) -> Allowed:
     spectrum = "" if layer_decays(model) else "no layer has a decay"
     try:
         if isinstance(model, LanguageModel):
-            size = model_state_size(layer_states(model.config))
-            sizes = (size.constant, size.per_token)
+            dtype = "float32" if model.embedding.weight.dtype.itemsize > 2 else "bfloat16"
+            size = model_state_size(layer_states(model.config, dtype))
+            sizes = (size.constant + size.per_digit * size.most_digits, size.per_token)
             require_linear_memory(model.eval())
         else:
             recurrent = RecurrentModel(model)
             state = read(recurrent, torch.zeros(1, 2, dtype=torch.long), None)
-            sizes = (sum(part.nbytes for layer in state for part in layer.values()), 0)
+            sizes = (sum(x.nbytes for layer in state for x in layer.values() if x.is_floating_point()), 0)
     except ValueError as error:
         forecast = str(error).removeprefix(f"no forecast for {model.config.name}: ")
     if sizes == (None, None):

@@ -25,15 +25,20 @@ def allowed_lines(allowed: Mapping[str, Allowed]) -> Iterator[str]:
 
 def verdict(label: str, allowed: Allowed, spectrum: Mapping[str, Any] | None) -> str:
     """Say how the layers of a model forget, and how much memory it needs."""
-    parts = [_of_layers(spectrum) if spectrum and spectrum["layers"] else "No layer has a decay that can be read."]
+    found = spectrum["layers"] if spectrum else []
+    some = " with a decay" if len(found) < len(allowed.mixers) else ""
+    parts = [_of_layers(spectrum, some) if spectrum and found else "No layer has a decay that can be read."]
     if allowed.state_bytes is not None:
         grows = f", and {format_bytes(allowed.token_bytes)} more with each token" if allowed.token_bytes else ""
         parts.append(f"Its state of one sequence takes {format_bytes(allowed.state_bytes)}{grows}.")
     return f"{label}: {' '.join(parts)}"
 
 
-def _of_layers(model: Mapping[str, Any]) -> str:
-    """How long the slowest head of each layer keeps what it reads: its horizon on the text, or its base time-scale."""
+def _of_layers(model: Mapping[str, Any], some: str) -> str:
+    """How long the slowest head of each layer keeps what it reads: its horizon on the text, or its base time-scale.
+
+    `some` says which heads and layers are meant if others have no decay.
+    """
     on_text = all("horizon" in layer for layer in model["layers"])
     position = str(training_position(model["positions"]))
     reach: dict[int, float] = {
@@ -44,11 +49,11 @@ def _of_layers(model: Mapping[str, Any]) -> str:
     where = "on the text" if on_text else "at zero input"
     long = {layer: reached for layer, reached in reach.items() if reached >= LONG}
     if not long:
-        heads = "all heads forget" if max(reach.values()) <= SHORT else "the slowest heads forget"
-        return f"{heads[0].upper()}{heads[1:]} within {_tokens(max(reach.values()))} tokens, {where}."
+        heads = "All heads" if max(reach.values()) <= SHORT else "The slowest heads"
+        return f"{heads}{some} forget within {_tokens(max(reach.values()))} tokens, {where}."
     kept = ", ".join(f"layer {layer} keeps {_tokens(reached, longest)}" for layer, reached in long.items())
     others = [reached for layer, reached in reach.items() if layer not in long]
-    rest = f"; the other layers forget within {_tokens(max(others))}" if others else ""
+    rest = f"; the other layers{some} forget within {_tokens(max(others))}" if others else ""
     return f"{kept[0].upper()}{kept[1:]} tokens{rest}, {where}."
 
 
