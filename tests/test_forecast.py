@@ -129,6 +129,12 @@ def test_measured_recall_is_that_of_whole_sequences(spec):
     assert found == torch.stack(right).double().mean().item()
 
 
+def test_a_model_in_training_is_measured_without_dropout():
+    model, task = LanguageModel(preset("gla", hidden_size=16, num_layers=1, embedding_dropout=0.9)), tasks.build(**MQAR)
+    found = [recall.measure_recall(model.train(mode), task, [0, 4], examples=32) for mode in (True, False)]
+    assert found[0] == found[1]
+
+
 def test_needles_have_the_layout_of_the_task():
     task = tasks.build(**NIAH)
     pairs, _ = recall._pairs(task, 8, 0)

@@ -51,7 +51,7 @@ class GradientNorms(Record):
 def state_stability(model: LanguageModel, ids: Tensor, positions: Sequence[int]) -> list[PositionStability]:
     """Follow disturbances of the state from some positions t, from 1 to half of a text, to 2t in texts `ids [B, L]`.
 
-    The layers of the model decay their state. SKA and softmax attention are not followed.
+    The layers decay one state and erase nothing. GateRank's slow state, SKA and softmax attention are not followed.
     """
     if not positions or min(positions) < 1 or 2 * max(positions) > ids.shape[1]:
         raise ValueError(f"positions must lie between 1 and {ids.shape[1] // 2}, half of a text; got {[*positions]}")

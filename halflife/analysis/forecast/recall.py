@@ -23,6 +23,7 @@ from halflife.analysis.forecast.reading import (
     read,
     require_window,
 )
+from halflife.evaluation import evaluating
 from halflife.models import ModelState
 from halflife.tasks.layout import FILLERS, QUERY
 from halflife.tasks.mqar import MQAR
@@ -45,12 +46,13 @@ def measure_recall(
         examples: the number of sequences. Each is asked for all of its pairs, one at a time, at every lag.
     """
     pairs, draw = _pairs(task, examples, seed)
-    accuracies, state, seen = [], read(model, pairs, None), 0
-    for lag in lags:
-        while seen < lag:
-            step = min(MAX_READ, lag - seen)
-            state, seen = read(model, _fillers(task, examples, draw, step), state), seen + step
-        accuracies.append(_recall(model, task, pairs, state))
+    with evaluating(model):
+        accuracies, state, seen = [], read(model, pairs, None), 0
+        for lag in lags:
+            while seen < lag:
+                step = min(MAX_READ, lag - seen)
+                state, seen = read(model, _fillers(task, examples, draw, step), state), seen + step
+            accuracies.append(_recall(model, task, pairs, state))
     return accuracies
 
 

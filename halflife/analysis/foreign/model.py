@@ -59,7 +59,7 @@ class ForeignBlock:
 
 
 class ForeignModel:
-    """A language model of transformers whose decays are observed while it reads. The model itself stays as it is.
+    """A language model of transformers whose decays are observed while it reads, in evaluation mode from here on.
 
     `blocks` has one entry for each layer of its decoder. In one call it reads `window` tokens, at least 4, and its
     state is carried between calls.
