@@ -44,6 +44,7 @@ from halflife.training.checkpoints import last_checkpoint
 from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import model_costs
 from halflife.training.fit import Objective, StoppedBySignal, check_run_folder
+from halflife.training.profile import Profile
 from halflife.training.schedules import schedule
 from halflife.training.sharding import SHARDS
 from halflife.training.speed import Speed, keep_freed_memory
@@ -360,6 +361,20 @@ def test_the_bar_has_no_loss_before_the_first_one_is_logged(tmp_path):
         bar.on_step_end(None, state, None)
         shown.append(bar.progress.tasks[0].fields["info"])
     assert shown == ["loss –", "loss 2.50"]
+
+
+def test_a_profile_leaves_out_the_validation_of_its_last_step(tmp_path, monkeypatch):
+    lines, finish = [], Profile._finish
+
+    def spy(self, writes):
+        lines.append((self.folder / "metrics.jsonl").read_text())
+        finish(self, writes)
+
+    monkeypatch.setattr(Profile, "_finish", spy)
+    config = tiny_runs.tiny("mamba2", steps=3, tests=())
+    run_one(config.open(), tmp_path, name="x", execution=quiet(profile=True))
+    assert lines == [""]
+    assert (tmp_path / "profile.csv").exists()
 
 
 @cases(

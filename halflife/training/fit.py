@@ -225,7 +225,7 @@ def fit(
     if execution.profile:
         from halflife.training.profile import Profile
 
-        callbacks.append(Profile(objective, folder, arguments.device))
+        callbacks.insert(0, Profile(objective, folder, arguments.device))  # a validation is no part of a step
     kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
     trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)
     for default in (PrinterCallback, ProgressCallback):
