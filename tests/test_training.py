@@ -123,6 +123,17 @@ def test_a_mixture_shares_every_batch_and_its_lengths_take_turns():
     assert together.unique().numel() > 60  # no batch is repeated
 
 
+def test_tokens_per_second_count_the_tokens_of_each_step():
+    """Steps of 16 and of 32 tokens take turns; a run that goes on knows the steps of its own process."""
+    config = tiny(stages=((TASK, {**TASK, "length": 32}),), validation=({**TASK, "length": 32},))
+    for seconds, expected in (
+        ({0: 0.1, 1: 0.3, 2: 0.1, 3: 0.3, 4: 9.0}, 4 * (3 * 16 + 2 * 32) / 0.9),
+        ({7: 0.3, 9: 0.3}, 4 * 32 / 0.3),
+    ):
+        assert config.open().throughput(seconds)["tokens_per_second"] == pytest.approx(expected)
+    assert math.isnan(config.open().throughput({})["tokens_per_second"])
+
+
 def test_accuracy_is_that_of_a_token_loop(monkeypatch):
     model, task = LanguageModel(tiny().model).eval(), tasks.build(**TASK)
     batch = task.generate(40, tasks.stream_seed("test", 3))

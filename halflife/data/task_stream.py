@@ -35,11 +35,17 @@ class TaskStream(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self.steps
 
+    def _stage(self, step: int) -> Sequence[Task]:
+        return self.stages[step * len(self.stages) // self.steps]
+
+    def tasks(self, step: int) -> list[Task]:
+        """The tasks of one length that share the batch of a step."""
+        lengths = list(dict.fromkeys(task.length for task in self._stage(step)))
+        return [task for task in self._stage(step) if task.length == lengths[step % len(lengths)]]
+
     def __getitem__(self, step: int) -> dict[str, Tensor]:
-        stage = self.stages[step * len(self.stages) // self.steps]
-        lengths = list(dict.fromkeys(task.length for task in stage))
-        turn, length = step // len(lengths), lengths[step % len(lengths)]
-        tasks = [task for task in stage if task.length == length]
+        tasks = self.tasks(step)
+        turn = step // len({task.length for task in self._stage(step)})
         share, left = divmod(self.batch_size, len(tasks))
         batches = [
             task.generate(count, stream_seed("train", self.seed, step * len(tasks) + i))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -163,11 +164,11 @@ class CorpusRun(ModelRun):
         self._speed = Speed(tokens, model_costs(config.model).training_operations(config.context), rate * world_size())
         return self._speed
 
-    def throughput(self, seconds: float) -> dict[str, float]:
+    def throughput(self, seconds: Mapping[int, float]) -> dict[str, float]:
         # Others may have used the machine before training, which would make the share too large.
         rate = max(self._speed.rate, peak_rate(training_device(), self.config.bf16) * world_size())
         speed = replace(self._speed, rate=rate)
-        return {"tokens": self.config.steps * speed.tokens, **speed.of(seconds)}
+        return {"tokens": self.config.steps * speed.tokens, **speed.of(median(seconds.values() or [math.nan]))}
 
     def save(self, model: LanguageModel, folder: Path) -> None:
         tokenizer = self.corpus.tokenizer

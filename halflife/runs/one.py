@@ -6,7 +6,7 @@ import math
 import shutil
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,8 +74,8 @@ class ModelRun(ABC):
         return None
 
     @abstractmethod
-    def throughput(self, seconds: float) -> dict[str, float]:
-        """Tokens per second, and related rates, when a step takes `seconds`."""
+    def throughput(self, seconds: Mapping[int, float]) -> dict[str, float]:
+        """Tokens per second, and related rates, from the seconds of each step by its number; NaN without steps."""
 
     def save(self, model: LanguageModel, folder: Path) -> None:
         """Write the trained model and its other files into `folder`."""
@@ -147,7 +147,7 @@ def run_one(
     result = {
         "parameters": model.num_parameters(),
         "state_size": model.state_size(run.length),
-        **run.throughput(metrics.seconds_per_step()),
+        **run.throughput(metrics.seconds_of_steps()),
         "validation": math.nan if diverged else metrics.validation,
         **run.evaluate(model, diverged is not None),
         **({"diverged": diverged} if diverged else {}),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, ClassVar
 
 from torch import nn
@@ -123,7 +125,7 @@ class TaskRun(ModelRun):
     def positions(self) -> list[int]:
         return sorted({1, *(test.built.length for test in self.config.tests)})
 
-    def data(self, execution: ExecutionConfig) -> TaskStream:
+    def data(self, execution: ExecutionConfig | None = None) -> TaskStream:
         config = self.config
         return TaskStream(config.mixtures[:-1], config.steps, config.batch_size, config.seed, config.passes_action_mask)
 
@@ -135,8 +137,13 @@ class TaskRun(ModelRun):
 
         return validate
 
-    def throughput(self, seconds: float) -> dict[str, float]:
-        return {"tokens_per_second": self.config.batch_size * self.length / seconds}
+    def throughput(self, seconds: Mapping[int, float]) -> dict[str, float]:
+        stream, times = self.data(), defaultdict(list)
+        for step, taken in seconds.items():
+            times[stream.tasks(step)[0].length].append(taken)
+        tokens = self.config.batch_size * sum(length * len(own) for length, own in times.items())
+        spent = sum(median(own) * len(own) for own in times.values())  # a step takes the median of its length
+        return {"tokens_per_second": tokens / spent if spent else math.nan}
 
     def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
         tests = self.config.tests

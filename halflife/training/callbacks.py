@@ -69,9 +69,11 @@ class Metrics(TrainerCallback):
         self.times = StepTimes()
         self.validation: float | None = None
         self._logged = 0  # number of steps at the previous log
+        self._begun = 0  # steps before this process
         self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._begun = state.global_step
         lines = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
         if state.is_world_process_zero:
             write_text(self.path, "".join(map(_line, lines)))
@@ -129,9 +131,9 @@ class Metrics(TrainerCallback):
                     stacklevel=2,
                 )
 
-    def seconds_per_step(self) -> float:
-        """The median duration of the steps of this process; NaN if it did no step."""
-        return median(self.times.seconds() or [math.nan])
+    def seconds_of_steps(self) -> dict[int, float]:
+        """The duration of each step of this process, by its number from 0."""
+        return dict(enumerate(self.times.seconds(), self._begun))
 
     def _write(self, state, line: dict[str, Any]) -> None:
         if not state.is_world_process_zero:
