@@ -106,6 +106,10 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
     ("mamba3", "decay.step_bias=frozen", "ChosenRateDecay has no options"),
     ("mamba2", "training.steps=0", "steps must be at least 1"),
     ("mamba2", "training.schedule=cosin", "Did you mean 'cosine'"),
+    ("mamba2", "training.schedule=warmup_stable_decay", "do not fit .* warmup_stable_decay: .*num_decay_steps"),
+    ("mamba2", "training.schedule=linear_by_epoch", "do not fit .* linear_by_epoch: .*epochs"),
+    ("mamba2", "training.schedule_options={power: 2}", "do not fit the schedule linear: .*power"),
+    ("mamba2", "training.schedule=reduce_lr_on_plateau", "unknown schedule"),
     ("mamba2", "mixer.conv_size=[", "the value of mixer.conv_size is no YAML"),
 )
 def test_wrong_options(name, written, message):

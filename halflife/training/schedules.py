@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from halflife.registry import unknown
+from halflife.registry import check_choice, unknown
 
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
 BY_EPOCH = "linear_by_epoch"  # our schedule beside those of transformers
+BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # of transformers, which need evaluations by its Trainer
 
 
 def rate_by_epoch(step: int, steps: int, epochs: int) -> float:
@@ -39,3 +40,20 @@ def schedule(name: str, steps: int, learning_rate: float, *, floor: float, decay
     if name in ("constant", "linear"):  # a linear decay to a floor of 1 is constant
         return "constant_with_warmup", {}
     raise unknown("schedule", name, list(SCHEDULES))
+
+
+def check_schedule(name: str, options: dict[str, Any], steps: int, learning_rate: float) -> None:
+    """Raise a ValueError if training has no such schedule, or the schedule does not take these settings."""
+    import torch
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    check_choice("schedule", name, [BY_EPOCH, *(x.value for x in SchedulerType if x.value not in BY_EVALUATION)])
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
+    try:
+        if name == BY_EPOCH:
+            rate_by_epoch(0, steps, **options)
+        else:
+            get_scheduler(name, optimizer, 0, steps, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"training.schedule_options do not fit the schedule {name}: {error}") from error

@@ -25,7 +25,7 @@ from halflife.layers.memory.choice import KINDS
 from halflife.models import LanguageModel, ModelConfig
 from halflife.registry import check_choice, constructor_parameters, option_groups, plain_type, unknown
 from halflife.training.config import TrainConfig
-from halflife.training.schedules import BY_EPOCH
+from halflife.training.schedules import check_schedule
 
 Config = TypeVar("Config", bound=TrainConfig)
 Options = dict[str, Any]
@@ -226,13 +226,12 @@ def _ska(config: TrainConfig) -> Group:
 
 def _training(config: TrainConfig) -> Group:
     def write(options: Options) -> Options:
-        if "schedule" not in options:
-            return options
-        from transformers.trainer_utils import SchedulerType
-
-        names = [*(schedule.value for schedule in SchedulerType), BY_EPOCH]
-        check_choice("schedule", options["schedule"], names)
-        return {"schedule_options": {}, **options}  # the settings of one schedule are errors for another
+        if "schedule" in options:
+            options = {"schedule_options": {}, **options}  # the settings of one schedule are errors for another
+        if "schedule_options" in options:
+            run = dataclasses.replace(config, **options)
+            check_schedule(run.schedule, run.schedule_options, run.steps, run.learning_rate)
+        return options
 
     hints = get_type_hints(type(config))
     types = {field.name: hints[field.name] for field in dataclasses.fields(config) if field.name not in DATA_FIELDS}
