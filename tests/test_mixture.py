@@ -181,6 +181,13 @@ def test_documents_of_a_mixture_are_measured_by_weight(mixture):
     assert sum(map(len, found)) == 400
 
 
+def test_a_file_in_two_sources_is_named(mixture, tmp_path):
+    """Each source holds out documents of its own: one that is held out by the first may be trained on by the second."""
+    config = replace(mixture, sources=(mixture.sources[0], tmp_path / "*.jsonl"))
+    with pytest.warns(UserWarning, match=r"a\.jsonl is in several sources; what one holds out, another may train on"):
+        Corpus.open(config, show=False)
+
+
 def test_a_source_that_is_too_small_is_named(mixture, tmp_path):
     config = CorpusConfig(**{**vars(mixture), "context": 1000})
     assert_raises(ValueError, r"b\.jsonl has fewer than 1000 training tokens", Corpus.open, config, show=False)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -259,6 +261,7 @@ class Corpus:
             if part.split("train").tokens < config.context:
                 raise ValueError(f"{source} has fewer than {config.context} training tokens, which are one row")
             parts.append(part)
+        _warn_of_shared_files(parts)
         config = replace(
             config, sources=tuple(part.config.sources[0] for part in parts),
             files=tuple(part.config.files[0] if part.config.files else () for part in parts),
@@ -287,6 +290,12 @@ class Corpus:
         """The split "train", "validation" or "test"."""
         check_choice("split", name, SPLITS)
         return self._splits[name]
+
+
+def _warn_of_shared_files(parts: Sequence[Corpus]) -> None:
+    found = Counter(Path(file).resolve() for part in parts for own in part.config.files for file in own)
+    if shared := [path for path, count in found.items() if count > 1]:
+        warnings.warn(f"{shared[0]} is in several sources; what one holds out, another may train on", stacklevel=2)
 
 
 def bits_per_byte(loss_nats: float, tokens: int, bytes: int) -> float:
