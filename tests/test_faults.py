@@ -17,6 +17,7 @@ from tiny_runs import after_step, comparable, run, tiny
 from halflife import preset
 from halflife.files import NUMBER, atomic_path, fits, read_bytes, read_json, remove_orphans, write_json, write_text
 from halflife.report.page.language import _numbers
+from halflife.report.tables.comparison import comparison_tables
 from halflife.runs.folder import read_result
 from halflife.runs.records import scores_of, write_scores
 from halflife.training import callbacks
@@ -346,3 +347,6 @@ def test_a_speed_that_is_unknown_is_an_empty_cell(tmp_path):
     scores = scores_of(result, model="mamba2", learning_rate=0.1, seed=0, selected=True)
     write_scores(tmp_path / "results.csv", scores)
     assert (tmp_path / "results.csv").read_text().splitlines()[1].startswith("mamba2,0.1,0,True,3,2,,capacity,8,")
+    both = [dataclasses.replace(scores[0], seed=seed, accuracy=0.5) for seed in (0, 1)]
+    rows = [dataclasses.asdict(both[0]), dataclasses.asdict(both[1]) | {"tokens_per_second": 7.0}]
+    assert [row[-1].text for row in comparison_tables(rows)[0].rows] == ["–", "7", "7"]

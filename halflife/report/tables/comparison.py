@@ -10,7 +10,7 @@ from typing import Any
 
 from halflife.report.intervals import MIN_SEEDS, bootstrap
 from halflife.report.table import Table, styled
-from halflife.runs.records import IN_DISTRIBUTION, LAG, at_guess_level, repeated_tests
+from halflife.runs.records import IN_DISTRIBUTION, LAG, at_guess_level, mean, repeated_tests
 
 BAR = 8  # characters of a bar
 NAMED = 4  # models in a sentence
@@ -28,7 +28,7 @@ def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
     for row in summary:
         mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else ""
         rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
-        sizes = (f"{row['parameters']:,}", f"{row['state_size']:,}", f"{row['tokens_per_second']:,.0f}")
+        sizes = (f"{row['parameters']:,}", f"{row['state_size']:,}", speed(row["tokens_per_second"]))
         runs.append(styled(style, row["model"], rate, seed, *sizes))
         label = row["model"] if row["selected"] else f"{row['model']} {rate}"
         tests.append(styled(style, label, seed, *(_percent(row["accuracy"].get(key)) for key in keys)))
@@ -117,10 +117,10 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         chosen = [entry for entry in runs.values() if entry["selected"]]
         whole = [entry for entry in chosen if not any(map(math.isnan, entry["accuracy"].values()))]
         if len(chosen) > 1 and whole:
-            mean = {key: fmean(e["accuracy"][key] for e in whole) for key in chosen[0]["accuracy"]}
-            speed = fmean(e["tokens_per_second"] for e in whole)
+            means = {key: fmean(e["accuracy"][key] for e in whole) for key in chosen[0]["accuracy"]}
+            rates = [entry["tokens_per_second"] for entry in whole]
             label = "mean" if whole == chosen else f"mean of {len(whole)} of {len(chosen)}"
-            table.append({**chosen[0], "seed": label, "accuracy": mean, "tokens_per_second": speed})
+            table.append({**chosen[0], "seed": label, "accuracy": means, "tokens_per_second": mean(rates)})
     return table
 
 
@@ -210,6 +210,11 @@ def levels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], tuple[flo
         key: (fmean(row["chance"] for row in own), fmean(row["shortcut_accuracy"] for row in own))
         for key, own in cells.items()
     }
+
+
+def speed(tokens_per_second: float) -> str:
+    """A number of tokens per second, which is unknown after a resume from the last step."""
+    return "–" if math.isnan(tokens_per_second) else f"{tokens_per_second:,.0f}"
 
 
 def _percent(accuracy: float | None) -> str:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 from halflife.data.corpus import Corpus, CorpusConfig
@@ -19,10 +18,12 @@ from halflife.models import SIZES, ModelConfig, preset
 from halflife.report.intervals import with_interval
 from halflife.report.markdown import Rows, models
 from halflife.report.table import Table
+from halflife.report.tables.comparison import speed
 from halflife.report.tables.csv_files import length_table
 from halflife.runs.folder import RESULTS_JSON
 from halflife.runs.folder import read as read_comparison
 from halflife.runs.language_run import LanguageConfig
+from halflife.runs.records import mean
 from halflife.runs.sweep import Cell
 from halflife.training.schedules import schedule
 
@@ -183,12 +184,12 @@ def loss_table(rows: Rows, papers: Mapping[str, float | None]) -> str:
     for name in models(rows):
         runs, paper = {row["seed"]: row for row in rows if row["selected"] and row["model"] == name}, papers[name]
         whole = [run for run in runs.values() if not math.isnan(run["loss"])]
-        mean = with_interval([run["loss"] for run in whole], 4) if whole else "–"
+        loss = with_interval([run["loss"] for run in whole], 4) if whole else "–"
         table.append([
             name, f"{next(iter(runs.values()))['parameters']:,}",
-            f"{fmean(run['tokens_per_second'] for run in whole):,.0f}" if whole else "–",
+            speed(mean(run["tokens_per_second"] for run in whole)),
             ", ".join("diverged" if math.isnan(run["loss"]) else f"{run['loss']:.4f}" for run in runs.values()),
-            mean if len(whole) == len(runs) else f"{mean} ({len(whole)} of {len(runs)} seeds)",
+            loss if len(whole) == len(runs) else f"{loss} ({len(whole)} of {len(runs)} seeds)",
             "–" if paper is None else f"{paper:.3f}",
         ])  # fmt: skip
     return Table(["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"], table).markdown()
