@@ -114,7 +114,8 @@ def with_tier(written: str) -> dict[str, Any]:
 def stream_seed(split: str, seed: int, index: int = 0) -> int:
     """Return the seed of batch `index` of a run with `seed`: 62 bits, of which the two highest code the split.
 
-    The splits are "train", "validation" and "test". So the seeds of different splits come from disjoint ranges.
+    The splits are "train", "validation" and "test". torch's generator on a CPU reads the lowest 32 bits alone, which
+    are those of a hash: a batch of one split has the examples of a batch of another with a probability of 2⁻³².
     """
     check_choice("split", split, SPLITS)
     digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
