@@ -20,7 +20,7 @@ from halflife.lab.experiments.mqar import mqar_model
 from halflife.models import PRESETS, LanguageModel, checkpoint
 from halflife.report.tables.comparison import rates_at_ends, summarise
 from halflife.report.tables.estimate import describe_trial
-from halflife.runs.sweep import Cell
+from halflife.runs.sweep import Cell, create_sweep
 from halflife.tasks import IGNORED
 from halflife.tasks.layout import BOS
 from halflife.training import speed, trial
@@ -181,6 +181,16 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
     }  # fmt: skip
     assert [row["seed"] for row in summarise(rows)] == [0, 1, 0, 1, "mean"]
     assert_raises(FileExistsError, "--resume", comparison.create_comparison, ["mamba2"], settings=SMALL, output=folder)
+
+
+def test_torchrun_trains_no_comparison(tmp_path, monkeypatch):
+    """Its processes would find different runs free, and add up the gradients of different seeds."""
+    folder = comparison.create_comparison(["mamba2"], settings=SMALL, output=tmp_path / "a")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for work in (comparison.run_comparison, lambda folder: create_sweep(folder.with_name("b"), {})):
+        assert_raises(ValueError, "torchrun trains one model", work, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert_raises(ValueError, "whole batches, in one process", run, tiny(), tmp_path / "c")
 
 
 def test_a_comparison_is_extended(tmp_path):

@@ -18,7 +18,7 @@ from halflife.runs.folder import FIGURES, RESULTS_CSV, read_result
 from halflife.runs.one import CellConfig, run_one
 from halflife.runs.records import scores_of, write_scores
 from halflife.runs.versions import versions
-from halflife.training.config import ExecutionConfig
+from halflife.training.config import ExecutionConfig, world_size
 from halflife.training.fit import StoppedBySignal, check_run_folder
 
 
@@ -166,9 +166,10 @@ def run_sweep(
 
     Raises:
         RunsFailed: no run has ended.
-        ValueError: `seeds` has a seed that is not the sweep's, or none that tries the learning rates, before these
-            runs have ended.
+        ValueError: torchrun started this process, or `seeds` has a seed that is not the sweep's, or none that tries the
+            learning rates, before these runs have ended.
     """
+    _refuse_torchrun()
     config = files.read_json(folder / files.CONFIG_JSON)
     for place in (folder, folder / FIGURES):
         files.remove_orphans(place, older_than=60)  # other processes may share the folder
@@ -265,6 +266,7 @@ def _mean_of_training(folders: Sequence[Path], key: str) -> float:
 
 def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     """Create the folder of a sweep, with its configuration and the versions of the packages that run it."""
+    _refuse_torchrun()
     if (folder / files.CONFIG_JSON).exists():
         again = f"--resume {shlex.quote(str(folder))}"
         raise FileExistsError(f"{folder} holds a comparison already; continue it with {again}")
@@ -272,3 +274,9 @@ def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     files.write_json(folder / files.CONFIG_JSON, sign(config))
     files.write_json(folder / files.VERSIONS_JSON, versions())
     return folder
+
+
+def _refuse_torchrun() -> None:
+    """Raise a ValueError under torchrun, whose processes would each take another run and add up their gradients."""
+    if world_size() > 1:
+        raise ValueError("torchrun trains one model; start a comparison without it, and give --on ray for many at once")

@@ -127,6 +127,8 @@ class TaskRun(ModelRun):
 
     def data(self, execution: ExecutionConfig | None = None) -> TaskStream:
         config = self.config
+        if execution is not None and execution.num_micro_batches(config.batch_size) > 1:
+            raise ValueError("a run on tasks reads whole batches, in one process")
         return TaskStream(config.mixtures[:-1], config.steps, config.batch_size, config.seed, config.passes_action_mask)
 
     def validation(self) -> Callable[[nn.Module], float]:
