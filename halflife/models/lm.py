@@ -70,7 +70,8 @@ class Block(nn.Module):
 
         `branch` is such a y of the block before.
         """
-        with self._fast_maps(x):
+        plain = x.is_cpu and x.dtype.itemsize > 2 and not torch.is_autocast_enabled("cpu")
+        with _AS_THEY_ARE if plain or torch.compiler.is_compiling() else self._fast_maps(x):
             if shared:  # earlier layers may be on another device
                 for name in shared:
                     shared[name] = shared[name].to(x.device)
@@ -90,9 +91,8 @@ class Block(nn.Module):
             return (x + y if adds else (x, y)), new
 
     def _fast_maps(self, x: Tensor) -> AbstractContextManager[None]:
-        if torch.compiler.is_compiling() or (x.is_cpu and not lacks_products(x)):
-            return _AS_THEY_ARE
-        return fast_linears(self) if x.is_cpu else cast_weights(self, x)
+        narrow = fast_linears(self) if lacks_products(x) else _AS_THEY_ARE
+        return narrow if x.is_cpu else cast_weights(self, x)
 
     @property
     def takes_branch(self) -> bool:
