@@ -406,6 +406,12 @@ def test_cache_of_a_state():
     assert torch.equal(other.state[0]["memory"], state[0]["memory"].flip(0))
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=str)
+def test_without_tokens(shape):
+    out = build()(torch.zeros(shape, dtype=torch.long), output_hidden_states=True)
+    assert (out.logits.shape[:2], out.hidden_states[0].shape[:2], out[CACHE].seen) == (shape, shape, 0)
+
+
 def test_the_module_is_imported_when_asked_for():
     assert halflife.hf.HalflifeForCausalLM is HalflifeForCausalLM
     with pytest.raises(AttributeError, match="no attribute 'hff'"):

@@ -82,7 +82,7 @@ class HalflifeCache:
         self._columns = count - self._longest()
 
     def _longest(self) -> int:
-        return 0 if self.state is None else int(self.state[0]["position"].max())
+        return int(self.state[0]["position"].max()) if self.state is not None and self.batch_size else 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns of the batch that the model has read."""

@@ -217,7 +217,7 @@ class HalflifeModel(HalflifePreTrainedModel, Backbone):
             tokens = tokens.flatten(0, 1).unsqueeze(0)
 
         def rows(x: Tensor) -> Tensor:
-            return x.view(*shape, -1) if index is None else layers.repad(x, index, *shape)
+            return x.view(*shape, x.shape[-1]) if index is None else layers.repad(x, index, *shape)
 
         def call(block: nn.Module, x: Tensor, before: Any, packing: Packing, shared: Any) -> Any:
             if trace is not None:  # what is returned stands on the graph of the output
