@@ -1,5 +1,6 @@
 """Graphs of torch.export and ONNX: the numbers of the model for every preset and modifier, and int8 weights."""
 
+import copy
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from combinations import SIZES, every_part
-from helpers import add_noise, assert_raises, generator
+from helpers import add_noise, assert_close, assert_raises, generator
 from pairwise import crossed
 
 from halflife import LanguageModel, preset
@@ -351,6 +352,7 @@ def test_an_int8_map_is_the_map_up_to_half_a_step_of_its_scale():
     allowed = x.abs().sum(-1, keepdim=True) * step * 0.5 * 1.6 + 2**-8 * exact.abs() + 1e-2
     assert small(x).shape == (2, 3, 19)
     assert small(x[:, :0]).shape == (2, 0, 19)
+    assert_close(copy.deepcopy(small).half()(x.half()).float(), small(x), 1e-2)
     assert ((small(x) - exact).abs() <= allowed).all()
     assert (small(x) - exact).abs().max() > 1e-4  # it is no float32 map
 

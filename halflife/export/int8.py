@@ -34,7 +34,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to `x [..., D]`."""
         rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
-        y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)[:, : self.outputs].to(x.dtype)
+        y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale.bfloat16())[:, : self.outputs].to(x.dtype)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.outputs)
 
 
