@@ -84,8 +84,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a product takes x: that of autocast on x's device, or its own."""
-    return autocast_dtype(x.device) or x.dtype
+    """The dtype in which a product takes x: that of autocast on x's device, or its own. Autocast leaves float64."""
+    return x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype
 
 
 def lacks_products(x: Tensor) -> bool:

@@ -210,6 +210,12 @@ def test_training_under_autocast(monkeypatch):
         assert (grad - expected[1][name]).norm() <= 2e-2 * expected[1][name].norm() + 1e-6, name
 
 
+def test_autocast_leaves_float64(chunks):
+    inputs = tensors(7, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(mean_loss(*inputs), ChunkedLoss.apply(*inputs))
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_sharded_parameters(chunks, tie):
     """One process of FSDP2, which gathers and scatters as many do."""

@@ -1,15 +1,20 @@
 """Products of 16 bits on a CPU that has no instructions for them: in float32, everywhere, and of the same numbers."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, ids_of, tiny
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halflife import precision
+from halflife.layers import build
 from halflife.models import PRESETS
 from halflife.models.loss import mean_loss
-from halflife.ops.linear import product
+from halflife.ops.linear import fast_linears, product
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one number; sums in float32 add nothing to it
@@ -55,6 +60,24 @@ def test_a_product_rounds_once(plain_cpu, dtype, autocast):
     found = torch.autograd.grad(y, [*given.values()], dy)
     expected = torch.autograd.grad(expected, [*exact.values()], dy.double())
     assert_close(*(dict(zip(given, grads, strict=True)) for grads in (found, expected)), 4 * ROUNDING[dtype])
+
+
+def test_what_a_product_leaves_to_torch(plain_cpu):
+    """float64, which autocast leaves, and dtypes that differ."""
+    x, weight = torch.randn(8, 50).double(), torch.randn(20, 50).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(product(x, weight), F.linear(x, weight), 0)
+        attention = build("attention", hidden_size=8, num_heads=1).double()
+        assert attention(torch.randn(1, 5, 8).double())[0].dtype == torch.float64
+    with pytest.raises(RuntimeError, match="dtype"):
+        product(x.bfloat16(), weight)
+
+
+def test_a_map_is_pickled_and_copied_inside(plain_cpu):
+    maps, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(5, 8)
+    with fast_linears(maps):
+        kept, copied = pickle.dumps(maps), copy.deepcopy(maps)
+    assert all(torch.equal(found(x), maps(x)) for found in (pickle.loads(kept), copied))
 
 
 @pytest.mark.parametrize(

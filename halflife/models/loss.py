@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from halflife.ops.backends.widened import product, times
 from halflife.ops.cross_entropy import cross_entropy, losses_and_errors, takes_place
 from halflife.ops.linear import weight_of
-from halflife.precision import compute_dtype, lacks_products
+from halflife.precision import compute_dtype, lacks_products, product_dtype
 from halflife.tasks import IGNORED
 
 LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
@@ -64,8 +64,7 @@ def mean_loss(hidden: Tensor, head: Tensor | nn.Module, labels: Tensor, backend:
     if len(hidden) <= min(tokens_at_once(len(weight), hidden.device.type), max(1, LOGITS // len(weight))):
         return _sum_of_losses(logits_of(hidden, weight), labels, backend) / _number(labels)
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+    hidden = hidden.to(product_dtype(hidden))
     with torch.autocast(device, enabled=False):
         loss: Tensor = ChunkedLoss.apply(hidden, weight.to(hidden.dtype), labels, backend)  # pyright: ignore[reportAssignmentType]
     return loss

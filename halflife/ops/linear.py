@@ -265,6 +265,9 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
     return (y if self.bias is None else y + self.bias).view(*input.shape[:-1], -1)
 
 
+_forward.__name__ = "forward"  # which a module has by class that was pickled inside of such a block
+
+
 @cached_constant
 def _helps() -> bool:
     return build.why_not() is None and any(faster().values())

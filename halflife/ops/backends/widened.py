@@ -26,6 +26,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not lacks_products(x) or not weight.is_cpu or few or is_transformed():
         return F.linear(x, weight, bias)
     dtype = product_dtype(x)
+    if product_dtype(weight) != dtype:
+        return F.linear(x, weight, bias)  # which says so
     y: Tensor = _WideProduct.apply(x.to(dtype), weight.to(dtype))  # pyright: ignore[reportAssignmentType]
     return y if bias is None else y + bias.to(dtype)
 
