@@ -62,6 +62,22 @@ def test_under_autocast():
     assert same(LanguageModel(preset("mamba2", **SIZES)), 2, None, dispatch.KINDS, bf16=True) < 0.8
 
 
+def test_an_autocast_of_the_backward_pass_is_not_the_regions():
+    dtypes = []
+
+    def function(x):
+        y = x @ x
+        dtypes.append(y.dtype)
+        return y.exp()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with recompute.recomputing(["op"]):
+        loss = dispatch.again.run(function, [x]).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    assert dtypes == [torch.float32, torch.float32]
+
+
 def test_a_region_runs_once_for_all_that_was_saved_of_it():
     calls = []
 

@@ -109,9 +109,9 @@ class _Region:
         ]
         kind = given[0].device.type
         self._autocast: Any = nullcontext
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            self._autocast = lambda: torch.autocast(kind, dtype, cache_enabled=False)
+        if kind != "meta":  # a backward pass may run under another autocast
+            dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            self._autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
 
     def keep(self, x: Tensor) -> Any:
         self.saved += 1
