@@ -1,5 +1,6 @@
 """The loss without all logits at once, against the loss with them."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_raises
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from halflife import LanguageModel, preset
 from halflife.evaluation.language import by_position, document_loss
@@ -100,6 +102,18 @@ def test_a_device_is_not_waited_for(chunks, monkeypatch):
         labels = torch.zeros(2, 15, dtype=torch.long, device="cuda")
         model = Fixed(torch.empty(2, 15, 5, device="cuda"), torch.empty(1, 5, device="cuda"))
         assert Objective(model)(labels, labels, num_items_in_batch=labels.sum())["loss"].shape == ()
+
+
+def test_a_model_over_two_gpus(monkeypatch):
+    """The Trainer counts the labels on the first one, and the head is on the second."""
+    mode = FakeTensorMode()
+    first, second = (partial(FakeTensor, mode, device=torch.device("cuda", i)) for i in range(2))
+    labels, items = (first(torch.zeros(shape, dtype=torch.long, device="meta")) for shape in ((2, 5), ()))
+    hidden, mean = (second(torch.zeros(shape, device="meta")) for shape in ((2, 5, 8), ()))
+    monkeypatch.setattr(loss, "mean_loss", lambda *_: mean)
+    model = SimpleNamespace(loss_function=ForCausalLMLoss, lm_head=None)
+    with mode:
+        assert HalflifeForCausalLM._chunked_loss(model, hidden, None, labels, items).device == hidden.device
 
 
 def test_gradcheck(chunks):

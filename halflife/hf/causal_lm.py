@@ -142,4 +142,5 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         target = shifted.to(hidden.device).flatten()
         loss, scored = large.mean_loss(hidden.flatten(0, 1), self.lm_head, target), (target != IGNORED).sum()
-        return loss * (scored / (scored if items is None else items))  # NaN for the mean of none, as there
+        items = items.to(scored.device) if isinstance(items, Tensor) else scored if items is None else items
+        return loss * (scored / items)  # NaN for the mean of none, as there
