@@ -57,9 +57,11 @@ def test_a_product_rounds_once(plain_cpu, dtype, autocast):
     exact = {name: part.detach().to(dtype).double().requires_grad_() for name, part in given.items()}
     expected, dy = F.linear(**exact), torch.randn(2, 3, 20).to(dtype)
     assert_close(y, expected, 4 * ROUNDING[dtype])
-    found = torch.autograd.grad(y, [*given.values()], dy)
+    found = torch.autograd.grad(y, [*given.values()], dy, retain_graph=True)
+    batched = torch.autograd.grad(y, [*given.values()], dy.unsqueeze(0), is_grads_batched=True)
     expected = torch.autograd.grad(expected, [*exact.values()], dy.double())
-    assert_close(*(dict(zip(given, grads, strict=True)) for grads in (found, expected)), 4 * ROUNDING[dtype])
+    for grads in (found, [x[0] for x in batched]):
+        assert_close(*(dict(zip(given, each, strict=True)) for each in (grads, expected)), 4 * ROUNDING[dtype])
 
 
 def test_what_a_product_leaves_to_torch(plain_cpu):

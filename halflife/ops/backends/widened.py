@@ -52,4 +52,5 @@ class _WideProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = times(dy, weight) if ctx.needs_input_grad[0] else None
-        return dx, times(dy.flatten(0, -2).t(), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        rows, inputs = (part.reshape(-1, part.shape[-1]) for part in (dy, x))  # `is_grads_batched` has no flatten
+        return dx, times(rows.t(), inputs) if ctx.needs_input_grad[1] else None
