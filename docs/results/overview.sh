@@ -87,3 +87,4 @@ halflife compare gated_deltanet --experiment post-taken-apart-text --scale small
     --set training.bf16=false --set mixer.allow_neg_eigval=true
 halflife compare mamba2 --experiment overview --scale small --seeds 3 --lr 3e-3 --set mixer.num_groups=4
 halflife compare mamba3 --experiment overview --scale small --seeds 5 --tune-seeds 1 --set mixer.rate_floor=null
+halflife compare mamba3 --experiment post-taken-apart-text --scale small --seeds 3 --lr 1e-3 --set training.bf16=false mixer.rate_floor=null
