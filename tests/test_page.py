@@ -20,7 +20,7 @@ from halflife.files import read_json
 from halflife.lab.experiments import compare
 from halflife.lab.experiments import train as language
 from halflife.models import checkpoint
-from halflife.models.timescales import layer_decays
+from halflife.models.timescales import layer_decays, timescales
 from halflife.report.page.comparison import grid_findings
 from halflife.report.page.spectrum import grid
 from halflife.report.redraw import write_report
@@ -213,18 +213,18 @@ def test_the_slider_stretches_the_spectrum_of_post_alone(shown, comparison):
 
 @pytest.mark.parametrize("name", ["shown", "text"])
 def test_the_response_is_what_the_recurrence_leaves(name, request, comparison, trained):
-    """The response is the product of every step's decay at zero activation. Python computes it token by token."""
+    """The response is the product of every step's decay at zero input. Python computes it token by token."""
     page = request.getfixturevalue(name).page
     if name == "shown":
         choose(page, "mamba2+post, seed 0")
         [folder] = comparison.glob("mamba2+post/lr*-seed0")
     else:
         folder = trained
-    decay = dict(layer_decays(checkpoint.load(folder)))[0]
     page.locator("#position").focus()
     page.keyboard.press("End")
     t = grid(LENGTH if name == "shown" else 32)[-1]
-    rates = torch.stack([1 / decay.timescales(u).detach().double().flatten() for u in range(1, t + 1)])
+    scales = timescales(checkpoint.load(folder), range(1, t + 1))[0].timescales.values()
+    rates = 1 / torch.tensor([*scales], dtype=torch.float64)
     traces = drawn(page, "#response")
     assert len(traces) == min(12, rates.shape[1])
     for trace in traces:

@@ -21,7 +21,7 @@ LAST_POSITION = 16  # training lengths
 # What filled and hollow circles are, and the sentence about them.
 TRAINED = {
     "filled": "trained", "hollow": "initial", "column": "initial time-scale (tokens)",
-    "caption": "All values are at zero activation. Filled circles are trained, hollow ones are at initialisation, "
+    "caption": "All values are at zero input. Filled circles are trained, hollow ones are at initialisation, "
     "where it is known.",
 }  # fmt: skip
 ON_TEXT = {
