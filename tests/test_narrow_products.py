@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, ids_of, tiny
+from pairwise import slow_beyond
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,9 +83,7 @@ def test_a_map_is_pickled_and_copied_inside(plain_cpu):
     assert all(torch.equal(found(x), maps(x)) for found in (pickle.loads(kept), copied))
 
 
-@pytest.mark.parametrize(
-    "name", ["mamba2", "mamba3_mimo", "gated_deltanet", "rwkv7", "llama", "mamba2+ska", "gated_deltanet+gate_rank"]
-)
+@pytest.mark.parametrize("name", slow_beyond(FEW, ALL))
 @pytest.mark.parametrize("cast", [False, True])
 def test_no_product_of_16_bits_is_left(name, cast, plain_cpu):
     model, ids = tiny(name), ids_of(2, 40)

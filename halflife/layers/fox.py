@@ -15,6 +15,7 @@ from halflife.layers.options import Place
 from halflife.layers.parts import DecayProjection
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.backends.widened import times
 from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.spec import define
 from halflife.precision import compute_dtype, wide
@@ -108,4 +109,4 @@ def read_cache(q: Tensor, k: Tensor, v: Tensor, g: Tensor, at: Tensor, visible: 
 def _by_group(rows: Tensor, matrices: Tensor) -> Tensor:
     """`rows [N, H, T, K] @ matrices [N, G, K, V]`, where each matrix serves the rows of H / G heads."""
     shared = rows.unflatten(1, (matrices.shape[1], -1))
-    return (shared.flatten(2, 3) @ matrices).unflatten(2, shared.shape[2:4]).flatten(1, 2)
+    return times(shared.flatten(2, 3), matrices).unflatten(2, shared.shape[2:4]).flatten(1, 2)
