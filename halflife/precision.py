@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 # The dtype for sums over tokens and products of activations, which may exceed float16's 65,504 before a norm.
 ROOMY = {torch.float16: torch.float32} | {x: x for x in (torch.float32, torch.bfloat16, torch.float64)}
@@ -89,8 +90,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def lacks_products(x: Tensor) -> bool:
-    """Whether a product takes x in 16 bits on a CPU without instructions for that (`ops.backends.widened`)."""
-    return x.is_cpu and not torch.compiler.is_compiling() and not _has_products(product_dtype(x))
+    """Whether a product takes x in 16 bits on a CPU without instructions for that (`ops.backends.widened`).
+
+    Tensors without numbers stand for any device, so estimates do not depend on the CPU that makes them.
+    """
+    real = x.is_cpu and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+    return real and not _has_products(product_dtype(x))
 
 
 def has_all_products() -> bool:

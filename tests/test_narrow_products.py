@@ -16,6 +16,7 @@ from halflife.layers import build
 from halflife.models import PRESETS
 from halflife.models.loss import mean_loss
 from halflife.ops.linear import fast_linears, product
+from halflife.training import estimate
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one number; sums in float32 add nothing to it
@@ -94,3 +95,13 @@ def test_no_product_of_16_bits_is_left(name, cast, plain_cpu):
             loss = mean_loss(hidden.flatten(0, 1), model.head_or_weight, ids.flatten())
         loss.backward()
     assert not seen.found
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba3_mimo"])
+def test_an_estimate_does_not_depend_on_the_cpu_that_makes_it(name, monkeypatch):
+    config, found = tiny(name).config, []
+    for has in (True, False):
+        monkeypatch.setattr(precision, "_has_products", lambda dtype, has=has: has)
+        estimate._of_layers.cache_clear()
+        found.append((estimate.model_costs(config, bf16=True), estimate.peak_memory(config, bf16=True)))
+    assert found[0] == found[1]

@@ -21,19 +21,23 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x Wᵀ + b` as `F.linear`; on a CPU without products of 16 bits in float32, of the same numbers and rounded once.
 
     The backward pass keeps the numbers of 16 bits.
+
+    Args:
+        x, weight, bias: `[..., D]`, `[N, D]`, and `[N]` or None.
+
+    Raises:
+        RuntimeError: x and weight have different dtypes, and autocast does not give them one.
     """
-    few = x.shape[:-1].numel() < FEWEST_ROWS
-    if not lacks_products(x) or not weight.is_cpu or few or is_transformed():
-        return F.linear(x, weight, bias)
     dtype = product_dtype(x)
-    if product_dtype(weight) != dtype:
-        return F.linear(x, weight, bias)  # which says so
+    alike = weight.is_cpu and product_dtype(weight) == dtype  # F.linear refuses others
+    if not (lacks_products(x) and alike and x.shape[:-1].numel() >= FEWEST_ROWS) or is_transformed():
+        return F.linear(x, weight, bias)
     y: Tensor = _WideProduct.apply(x.to(dtype), weight.to(dtype))  # pyright: ignore[reportAssignmentType]
     return y if bias is None else y + bias.to(dtype)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, of 16 bits as in `product`."""
+    """`a [..., M, D] @ b [..., D, N]`; what `product` takes in float32 is so here too, and then has the dtype of a."""
     if not lacks_products(a):
         return a @ b
     with without_autocast(a.device):
