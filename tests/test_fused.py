@@ -20,7 +20,7 @@ from halflife.ops import causal_conv1d, fused
 from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.backends.native import build
-from halflife.ops.trapezoid import mimo_output
+from halflife.ops.trapezoid import mimo_output, mimo_products
 from halflife.position import rope, rotate
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -65,6 +65,11 @@ def mimo(x, z, weight, channels, state, numbers):
     return mimo_output(torch.stack([x, z, x * z], 2), later, now, x + z, x, z, *weights)
 
 
+def products(x, z, weight, channels, state, numbers):
+    q, k, before = (torch.stack(rows, 2) for rows in ((x, z, x * z), (z, x, z), (z, z, x)))
+    return mimo_products(q, k, before, numbers, numbers.square() - 1, channels[: x.shape[2]])
+
+
 OPCHECKS = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 # Functions of x, z [B, T, H, V], taps [H·V, W], one number per channel, a state, and one number per head and token.
 CASES = {
@@ -86,6 +91,7 @@ CASES = {
     "conv to unit vectors": lambda x, *a, **o: conv(x, *a, unit=(x.shape[3] * min(2, x.shape[2]), x.shape[3]), **o),
     "rotate": turned,
     "mimo": mimo,
+    "mimo products": products,
 }
 
 

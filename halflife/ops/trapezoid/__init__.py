@@ -216,7 +216,7 @@ def mimo_products(
     Returns:
         A and B `[B, T, H, R, R]`, float32 or wider.
     """
-    return run_gpu_pass("mimo_products", _mimo_products, backend, (q, k, before, weight, gain, skip))
+    return run_pass("mimo_products", backend, (q, k, before, weight, gain, skip))
 
 
 def _mimo_products(
@@ -252,11 +252,6 @@ def _mimo_output(
 ) -> Tensor:  # fmt: skip
     y = add_ranks(y, later, now, before, x, values)
     return (outputs.to(x.dtype) * y * F.silu(gates.to(x.dtype) * z.unsqueeze(2))).sum(2)
-
-
-def _native_mimo_output(y: Tensor, before: Tensor, x: Tensor, z: Tensor, *weights: Any) -> Tensor:
-    later, now, values, gates, outputs = (weight.float() for weight in weights)
-    return native.op("mimo_output")(y, later, now, before, x, z, values, gates, outputs)
 
 
 def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:
@@ -318,13 +313,17 @@ def _launch(name: str, count: int, *given: Any) -> tuple[Tensor, ...]:
     return tuple(triton.custom_op(name)(*given[:count], bounds, *settings))
 
 
+def _native(name: str, count: int, *given: Tensor) -> Any:
+    return native.op(name)(*given[:count], *(x.float() for x in given[count:]))
+
+
 for _op, _expression, _count in (
     ("running_angles", _angles, 3), ("trapezoid_weights", _weights, 4), ("trapezoid_keys", _keys, 10)
 ):  # fmt: skip
     implements_pass(_op, _expression, triton=(partial(_launch, _op, _count), _why_not))
 implements_pass("trapezoid_output", _output, triton=(partial(launch, "trapezoid_output"), _why_not))
-implements_pass("mimo_products", _mimo_products, triton=(partial(launch, "mimo_products"), _why_not))
-implements_pass(
-    "mimo_output", _mimo_output, native=(_native_mimo_output, native.why_not_matrices(4)),
-    triton=(partial(launch, "mimo_output"), _why_not),
-)  # fmt: skip
+for _op, _expression, _count in (("mimo_products", _mimo_products, 3), ("mimo_output", _mimo_output, 4)):
+    implements_pass(
+        _op, _expression, native=(partial(_native, _op, _count), native.why_not_matrices(_count)),
+        triton=(partial(launch, _op), _why_not),
+    )  # fmt: skip

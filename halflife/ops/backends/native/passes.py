@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,17 +11,19 @@ from torch import Tensor
 _ops = torch.ops.halflife
 
 
-def _register(name: str, count: int, like: tuple[int, ...] = (0,), constants: int = 0) -> None:
+def _register(
+    name: str, count: int, like: tuple[int, ...] = (0,), constants: int = 0, fake: Callable[..., Any] | None = None
+) -> None:
     """Register `name(*tensors, *settings)` with `count` tensors, and `name_backward(*gradients, *tensors, *settings)`.
 
-    The outputs have the shapes of the tensors at `like`, and the dtype of the first one. The backward op returns the
-    gradients of all but the last `constants` tensors, without entries where a tensor is None.
+    The outputs have the shapes of the tensors at `like`, and the dtype of the first one, unless `fake` makes them. The
+    backward op returns the gradients of all but the last `constants` tensors, without entries where a tensor is None.
     """
     kernel = getattr(_ops, f"{name}_backward")
 
-    def fake(*inputs: Any) -> Any:
-        outputs = [inputs[0].new_empty(inputs[i].shape) for i in like]
-        return outputs if len(like) > 1 else outputs[0]
+    def outputs(*inputs: Any) -> Any:
+        made = [inputs[0].new_empty(inputs[i].shape) for i in like]
+        return made if len(like) > 1 else made[0]
 
     def fake_backward(*inputs: Any) -> list[Tensor]:
         tensors = inputs[len(like) :][: count - constants]
@@ -38,16 +41,22 @@ def _register(name: str, count: int, like: tuple[int, ...] = (0,), constants: in
         known = [None if x is None else d for x, d in zip(tensors, found, strict=False)]
         return *known, *[None] * (constants + len(ctx.settings))
 
-    torch.library.register_fake(f"halflife::{name}")(fake)
+    torch.library.register_fake(f"halflife::{name}")(fake or outputs)
     torch.library.register_fake(f"halflife::{name}_backward")(fake_backward)
     torch.library.register_autograd(f"halflife::{name}", backward, setup_context=save)
+
+
+def _products(q: Tensor, k: Tensor, before: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    rank = q.shape[2]
+    return tuple(weight.new_empty(*weight.shape, rank, rank) for _ in range(2))  # type: ignore[return-value]
 
 
 _register("causal_conv", 5, like=(0, 3), constants=1)  # x, weight, bias, state, cu_seqlens
 _register("norm", 5)  # x, gate, weight, skip, scale
 _register("swiglu", 2)
 _register("scale_heads", 2)
-_register("mimo_output", 9, like=(4,))  # y, later, now, before, x, z, values, gates, outputs
+_register("mimo_products", 6, like=(3, 4), fake=_products)  # q, k, before, weight, gain, skip
+_register("mimo_output", 9, like=(2,))  # y, before, x, z, later, now, values, gates, outputs
 
 
 def _rotate_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -88,8 +88,17 @@ inline Vec exp_nonpositive(Vec x) {
   const __mmask16 vanishes = _mm512_cmp_ps_mask(v, _mm512_set1_ps(-87.f), _CMP_LT_OQ);
   return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), vanishes, _mm512_setzero_ps());
 #else
-  const Vec e = x.exp();
-  return Vec::blendv(e, Vec(0.f), x < Vec(-87.f));
+  const __m256 v = x;
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(v, _mm256_set1_ps(1.44269504f)), 8);
+  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), v);
+  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+  __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
+  p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, _mm256_add_ps(r, _mm256_set1_ps(1.f)));
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_andnot_ps(_mm256_cmp_ps(v, _mm256_set1_ps(-87.f), _CMP_LT_OQ),
+                          _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
 #endif
 }
 
