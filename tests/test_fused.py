@@ -66,7 +66,7 @@ def mimo(x, z, weight, channels, state, numbers):
 
 
 def products(x, z, weight, channels, state, numbers):
-    q, k, before = (torch.stack(rows, 2) for rows in ((x, z, x * z), (z, x, z), (z, z, x)))
+    q, k, before = (torch.stack(rows, 2) for rows in ((x, x / 2, 2 * x), (z, z / 2, 2 * z), (2 * z, z, z / 2)))
     return mimo_products(q, k, before, numbers, numbers.square() - 1, channels[: x.shape[2]])
 
 
