@@ -20,7 +20,7 @@ from halflife.ops import causal_conv1d, fused
 from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.backends.native import build
-from halflife.ops.trapezoid import mimo_output, mimo_products
+from halflife.ops.trapezoid import mimo_output, mimo_products, trapezoid_keys, trapezoid_output
 from halflife.position import rope, rotate
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -70,6 +70,16 @@ def products(x, z, weight, channels, state, numbers):
     return mimo_products(q, k, before, numbers, numbers.square() - 1, channels[: x.shape[2]])
 
 
+def keys(x, z, weight, channels, state, numbers, norm=True):
+    """Queries of one group and keys of a group a head, with norms; or both of a group a head, without."""
+    heads, size = x.shape[2:]
+    angle = numbers.unsqueeze(-1) * torch.linspace(0.1, 1, size // 4, dtype=numbers.dtype)
+    norms = ((channels[:size], channels.view(heads, size)), (channels[-size:], 1 - channels.view(heads, size)))
+    query, key = norms if norm else (None, None)
+    c = x[:, :, 0] if norm else flat(x)
+    return trapezoid_keys(c, flat(z), x + z, angle, query, key, (None, None), 0.1, True, None)
+
+
 OPCHECKS = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 # Functions of x, z [B, T, H, V], taps [H·V, W], one number per channel, a state, and one number per head and token.
 CASES = {
@@ -90,6 +100,10 @@ CASES = {
     "conv without activation": partial(conv, activation=None),
     "conv to unit vectors": lambda x, *a, **o: conv(x, *a, unit=(x.shape[3] * min(2, x.shape[2]), x.shape[3]), **o),
     "rotate": turned,
+    "keys": keys,
+    "keys without norms": partial(keys, norm=False),
+    "output": lambda x, z, w, c, s, h: trapezoid_output(x, z, h, h.square() - 1, c[: x.shape[2]], flat(x - z)),
+    "output without gate": lambda x, z, w, c, s, h: trapezoid_output(x, z, h, h.square() - 1, None, None),
     "mimo": mimo,
     "mimo products": products,
 }

@@ -11,7 +11,7 @@ from halflife import LanguageModel, layers, preset
 from halflife.lab.experiments.echo import PAPER, EchoTransfer
 from halflife.lab.experiments.recall import recall_model
 from halflife.ops import linear_attention
-from halflife.ops.trapezoid import running_angle
+from halflife.ops.chunked.layout import running_angle
 from halflife.packing import Packing
 
 HIDDEN, HEADS, SIZE, VALUE = 12, 4, 8, 6

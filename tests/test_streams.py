@@ -15,9 +15,9 @@ from pairwise import slow_beyond
 import halflife
 from halflife import ops
 from halflife.models.states import size
+from halflife.ops.chunked.layout import running_angle
 from halflife.ops.koopman import convert_state
 from halflife.ops.slow_decay import decay_and_add, split_decay
-from halflife.ops.trapezoid import running_angle
 from halflife.packing import Packing
 from halflife.position import half_lrpe, lrpe, rope
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halflife.ops.chunked.groups import each_head
 from halflife.packing import Packing
+from halflife.precision import wide
 
 # Rows (batch x heads x tokens) of a block. On a CPU this many fit in cache (measured, docs/log.md); an accelerator
 # needs many more to be busy.
@@ -129,3 +130,33 @@ def _places(packing: Packing, chunk: int) -> Tensor:
 
 def _power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
+
+
+def running_angle(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
+
+    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
+    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
+    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
+    """
+    sums, last = _running_sums(wide(turns), start, packing)
+    return sums.to(turns.dtype), last
+
+
+def _running_sums(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+    layout = make_layout(packing, 64, turns.device)
+    inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
+    bounds = packing.cu_seqlens
+    if bounds is not None:
+        bounds = F.pad(-(-bounds.diff() // layout.chunk).cumsum(0), (1, 0))
+    chunks = Packing(packing.batch, layout.num_chunks, bounds)
+    totals = inside[:, :, -1]
+    if layout.num_chunks > len(layout.first):  # a sequence has several chunks
+        totals, _ = _running_sums(_drop_turns(totals), start, chunks)
+    entering, _ = chunks.delay(totals, start)
+    angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
+    return angle, packing.delay(angle, start)[1]
+
+
+def _drop_turns(angle: Tensor) -> Tensor:
+    return angle - angle.round()

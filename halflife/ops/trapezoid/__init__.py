@@ -18,11 +18,11 @@ from torch import Tensor
 from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import implements_pass, run_gpu_pass, run_pass
 from halflife.ops.backends.widened import times
-from halflife.ops.chunked.layout import make_layout
+from halflife.ops.chunked.layout import running_angle
 from halflife.ops.fused import launch, turned
 from halflife.ops.spec import define
 from halflife.packing import Packing
-from halflife.precision import ROOMY, compute_dtype, wide
+from halflife.precision import ROOMY, compute_dtype
 
 
 def _packed(packing: Packing | None, x: Tensor) -> Packing:
@@ -54,36 +54,6 @@ def _angles(
     rate = rate.unsqueeze(2) if rate.ndim == 3 else rate
     turns = step.unsqueeze(-1) * rate.tanh() / 2 if bounded else step.unsqueeze(-1) * rate / (2 * math.pi)
     return running_angle(turns, first, _packed(packing, turns))
-
-
-def running_angle(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
-
-    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
-    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
-    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
-    """
-    sums, last = _running_sums(wide(turns), start, packing)
-    return sums.to(turns.dtype), last
-
-
-def _running_sums(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-    layout = make_layout(packing, 64, turns.device)
-    inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
-    bounds = packing.cu_seqlens
-    if bounds is not None:
-        bounds = F.pad(-(-bounds.diff() // layout.chunk).cumsum(0), (1, 0))
-    chunks = Packing(packing.batch, layout.num_chunks, bounds)
-    totals = inside[:, :, -1]
-    if layout.num_chunks > len(layout.first):  # a sequence has several chunks
-        totals, _ = _running_sums(_drop_turns(totals), start, chunks)
-    entering, _ = chunks.delay(totals, start)
-    angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
-    return angle, packing.delay(angle, start)[1]
-
-
-def _drop_turns(angle: Tensor) -> Tensor:
-    return angle - angle.round()
 
 
 def trapezoid_weights(
@@ -140,25 +110,41 @@ def trapezoid_keys(
         each token with itself `[B, T, H]`, key and value of the last token of each sequence, and k if asked for.
     """
     parameters = (*(query or (None, None)), *(key or (None, None)))
-    return run_gpu_pass("trapezoid_keys", _keys, backend, (c, b, v, angle, *parameters, *first), eps, whole, packing)
+    return run_pass("trapezoid_keys", backend, (c, b, v, angle, *parameters, *first), eps, whole, packing)
+
+
+def _turned_keys(c: Tensor, b: Tensor, angle: Tensor, *norms: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (*weights, eps), heads, (cos, sin) = norms, angle.shape[2], _cos_sin(angle)
+    q, k = (
+        turned(normed(x, weight, bias, eps, heads).unflatten(2, (-1, heads)), cos, sin).flatten(2, 3)
+        for x, weight, bias in ((c, *weights[:2]), (b, *weights[2:]))
+    )
+    return q, k, (q * k).sum(-1)
+
+
+def _cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    turns = 2 * math.pi * angle.to(compute_dtype(angle)).unsqueeze(2)
+    return turns.cos(), turns.sin()
 
 
 def _keys(
     c: Tensor, b: Tensor, v: Tensor, angle: Tensor, query: Tensor | None, query_bias: Tensor | None,
     key: Tensor | None, key_bias: Tensor | None, first_key: Tensor | None, first_value: Tensor | None, eps: float,
-    whole: bool, packing: Packing | None,
+    whole: bool, packing: Packing | None, make: Any = _turned_keys,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    packing, heads = _packed(packing, c), angle.shape[2]
-    turns = 2 * math.pi * angle.to(compute_dtype(angle)).unsqueeze(2)
-    cos, sin = turns.cos(), turns.sin()
-    q, k = (
-        turned(normed(x, weight, bias, eps, heads).unflatten(2, (-1, heads)), cos, sin).flatten(2, 3)
-        for x, weight, bias in ((c, query, query_bias), (b, key, key_bias))
-    )
+    packing = _packed(packing, c)
+    q, k, dot = make(c, b, angle, query, query_bias, key, key_bias, eps)
     before, last_key = packing.delay(k, first_key)
     v_before, value = packing.delay(v, first_value)
-    found = q.to(v.dtype), before.to(v.dtype), v_before, (q * k).sum(-1), last_key, value
+    found = q.to(v.dtype), before.to(v.dtype), v_before, dot, last_key, value
     return (*found, k.to(v.dtype)) if whole else found
+
+
+def _native_keys(c: Tensor, b: Tensor, angle: Tensor, *norms: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *weights, eps = (x.float() if isinstance(x, Tensor) else x for x in norms)
+    with torch.no_grad():  # the kernel has the gradient of φ
+        turns = _cos_sin(angle.float())
+    return native.op("trapezoid_keys")(c, b, angle, *weights, *turns, eps)
 
 
 def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, heads: int) -> Tensor:
@@ -189,7 +175,7 @@ def trapezoid_output(
     Returns:
         `[B, T, H·V]`, in the dtype of o.
     """
-    return run_gpu_pass("trapezoid_output", _output, backend, (o, v, dot, gain, skip, z))
+    return run_pass("trapezoid_output", backend, (o, v, dot, gain, skip, z))
 
 
 def _output(o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None, z: Tensor | None) -> Tensor:
@@ -313,17 +299,20 @@ def _launch(name: str, count: int, *given: Any) -> tuple[Tensor, ...]:
     return tuple(triton.custom_op(name)(*given[:count], bounds, *settings))
 
 
-def _native(name: str, count: int, *given: Tensor) -> Any:
-    return native.op(name)(*given[:count], *(x.float() for x in given[count:]))
+def _native(name: str, count: int, *given: Tensor | None) -> Any:
+    return native.op(name)(*given[:count], *(x.float() for x in given[count:] if x is not None))
 
 
-for _op, _expression, _count in (
-    ("running_angles", _angles, 3), ("trapezoid_weights", _weights, 4), ("trapezoid_keys", _keys, 10)
-):  # fmt: skip
+for _op, _expression, _count in (("running_angles", _angles, 3), ("trapezoid_weights", _weights, 4)):
     implements_pass(_op, _expression, triton=(partial(_launch, _op, _count), _why_not))
-implements_pass("trapezoid_output", _output, triton=(partial(launch, "trapezoid_output"), _why_not))
-for _op, _expression, _count in (("mimo_products", _mimo_products, 3), ("mimo_output", _mimo_output, 4)):
+implements_pass(
+    "trapezoid_keys", _keys, native=(partial(_keys, make=_native_keys), native.why_not_matrices(2)),
+    triton=(partial(_launch, "trapezoid_keys", 10), _why_not),
+)  # fmt: skip
+for _op, _expression, _matrices, _wide in (  # the kernel of the output makes its numbers wide itself
+    ("trapezoid_output", _output, 2, 6), ("mimo_products", _mimo_products, 3, 3), ("mimo_output", _mimo_output, 4, 4)
+):  # fmt: skip
     implements_pass(
-        _op, _expression, native=(partial(_native, _op, _count), native.why_not_matrices(_count)),
+        _op, _expression, native=(partial(_native, _op, _wide), native.why_not_matrices(_matrices)),
         triton=(partial(launch, _op), _why_not),
     )  # fmt: skip
