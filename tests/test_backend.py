@@ -192,7 +192,7 @@ def test_info_says_why_not(monkeypatch):
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
     ours = {name for name in OPS.names() if "triton" in OPS[name].backends}
-    assert {"linear_attention", "koopman_attention", "causal_conv1d", "rms_norm", "mimo_output", "mimo_products", "trapezoid_keys"} < ours
+    assert {"linear_attention", "koopman_attention", "causal_conv1d", "rms_norm", "mimo_output"} < ours
     assert set(found["triton"][1]) == ours
     others = {"log_linear_attention", "ridge_attention", "forgetting_attention"}
     assert set(found["fla"][1]) == {*ON_A_STATE, *others}

@@ -20,7 +20,9 @@ from halflife.ops import causal_conv1d, fused
 from halflife.ops.backends import dispatch
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.backends.native import build
+from halflife.ops.linear_attention import running_decay
 from halflife.ops.trapezoid import mimo_output, mimo_products, trapezoid_keys, trapezoid_output
+from halflife.packing import Packing
 from halflife.position import rope, rotate
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -48,6 +50,14 @@ def flat(x):
 
 def conv(x, z, weight, bias, state, _, **options):
     return causal_conv1d(flat(x), weight, bias, initial_state=state, output_final_state=True, **options)
+
+
+def running(x, z, weight, channels, state, numbers, cu_seqlens=None, empty=None):
+    """The decay and the key of LightNet, from a state or as at the start of a sequence."""
+    packing = Packing.of(cu_seqlens, *x.shape[:2])
+    first = None if empty is not None else state.flatten(1)[:, : flat(x).shape[-1]].to(channels.dtype)
+    g, last, key = running_decay(flat(x), first, packing, empty=empty is not False, with_key=True)
+    return g.clamp(min=-99), last.clamp(min=-99), key  # both are −∞ at first
 
 
 def turned(x, z, *_):
@@ -100,6 +110,9 @@ CASES = {
     "conv without activation": partial(conv, activation=None),
     "conv to unit vectors": lambda x, *a, **o: conv(x, *a, unit=(x.shape[3] * min(2, x.shape[2]), x.shape[3]), **o),
     "rotate": turned,
+    "running": lambda x, z, w, c, s, h: running_decay(
+        flat(x), s[..., 0], Packing.of(None, *x.shape[:2]), with_key=True
+    ),
     "keys": keys,
     "keys without norms": partial(keys, norm=False),
     "output": lambda x, z, w, c, s, h: trapezoid_output(x, z, h, h.square() - 1, c[: x.shape[2]], flat(x - z)),
@@ -175,6 +188,15 @@ def test_packed_convolution(lengths, width, dtype):
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     leaves = arguments((1, sum(lengths), 3, 50), dtype, width, len(lengths))
     compare(partial(conv, cu_seqlens=bounds), leaves, dtype)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("empty", [None, True, False], ids=str)
+@pytest.mark.parametrize("lengths", [[70, 0, 1, 2, 131], [3], [0, 0]], ids=str)
+def test_packed_running_decay(lengths, empty, dtype):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    leaves = arguments((1, sum(lengths), 3, 50), dtype, sequences=len(lengths))
+    compare(partial(running, cu_seqlens=bounds, empty=empty), leaves, dtype)
 
 
 @pytest.mark.parametrize("name", CASES)

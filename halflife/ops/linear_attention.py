@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
-from halflife.ops.backends.dispatch import dispatch, folded, implements, implements_pass, run_gpu_pass, steps_by
+from halflife.ops.backends.dispatch import (
+    dispatch,
+    folded,
+    implements,
+    implements_pass,
+    run_gpu_pass,
+    run_pass,
+    steps_by,
+)
 from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
@@ -189,21 +197,33 @@ def running_decay(
         g, the lse after the last token of each sequence, and the key in the dtype of f or None.
     """
     tensors = f.flatten(2), None if first is None else first.flatten(1)
-    g, last, key = run_gpu_pass("running_decay", _running_decay, backend, tensors, empty, with_key, packing)
+    g, last, key = run_pass("running_decay", backend, tensors, empty, with_key, packing)
     return g.view(f.shape), last.view(-1, *f.shape[2:]), None if key is None else key.view(f.shape)
 
 
 def _running_decay(
     f: Tensor, first: Tensor | None, empty: bool, with_key: bool, packing: Packing | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, packing = f.to(compute_dtype(f)), packing or Packing(f.shape[0], f.shape[1])
-    if first is None:
-        first = x.new_full((packing.num_sequences, x.shape[2]), -torch.inf if empty else 0.0)
+    x = f.to(compute_dtype(f))
+    first, packing = _first(x, first, empty, packing)
     found = [_of_rows(x[:, tokens], first[rows]) for rows, tokens in packing.pieces()] or [(x, first)]
     g, last = found[0]
     if len(found) > 1:
         g, last = torch.cat([part for part, _ in found], 1), torch.cat([part for _, part in found])
     return g, last, -torch.expm1(g).to(f.dtype) if with_key else None
+
+
+def _first(x: Tensor, first: Tensor | None, empty: bool, packing: Packing | None) -> tuple[Tensor, Packing]:
+    packing = packing or Packing(x.shape[0], x.shape[1])
+    if first is None:
+        first = x.new_full((packing.num_sequences, x.shape[2]), -torch.inf if empty else 0.0, dtype=compute_dtype(x))
+    return first, packing
+
+
+def _native_running(f: Tensor, first: Tensor | None, empty: bool, with_key: bool, packing: Packing | None) -> Any:
+    first, packing = _first(f, first, empty, packing)
+    g, last, key = native.op("running_decay")(f, first.float(), packing.cu_seqlens)
+    return g, last, key if with_key else None
 
 
 def _of_rows(f: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,4 +243,7 @@ def _running_kernel(f: Tensor, first: Tensor | None, empty: bool, with_key: bool
 define(
     "running_decay", f="B T D", first="B D | None", settings={"empty": True, "with_key": True, "packing": None}
 )  # fmt: skip
-implements_pass("running_decay", _running_decay, triton=(_running_kernel, why_not))
+implements_pass(
+    "running_decay", _running_decay, native=(_native_running, native.why_not_matrices(1)),
+    triton=(_running_kernel, why_not),
+)  # fmt: skip

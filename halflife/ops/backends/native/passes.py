@@ -46,6 +46,10 @@ def _register(
     torch.library.register_autograd(f"halflife::{name}", backward, setup_context=save)
 
 
+def _running(f: Tensor, first: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return first.new_empty(f.shape), first.new_empty(first.shape), f.new_empty(f.shape)
+
+
 def _keys(c: Tensor, b: Tensor, angle: Tensor, query: Any, bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     heads, size = (angle.shape[2], c.shape[-1] // angle.shape[2]) if bias is None else bias.shape
     shapes = (heads, size), (heads, size), (heads,)
@@ -61,6 +65,7 @@ _register("causal_conv", 5, like=(0, 3), constants=1)  # x, weight, bias, state,
 _register("norm", 5)  # x, gate, weight, skip, scale
 _register("swiglu", 2)
 _register("scale_heads", 2)
+_register("running_decay", 3, like=(0, 1, 0), constants=1, fake=_running)  # f, first, cu_seqlens
 _register("trapezoid_keys", 9, like=(0, 0, 0), constants=2, fake=_keys)  # c, b, φ, the norms', cos, sin
 _register("trapezoid_output", 6, fake=lambda o, *_: o.new_empty(o.flatten(2).shape))  # o, v, q·k, gain, skip, z
 _register("mimo_products", 6, like=(3, 4), fake=_products)  # q, k, before, weight, gain, skip

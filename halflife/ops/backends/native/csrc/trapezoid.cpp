@@ -35,7 +35,7 @@ struct Side {
   int64_t group(int64_t head) const { return head / (heads / groups); }
 };
 
-// One token: `unit` [G · K] is x divided by its `root` [G] mean squares, and `out` [H · K] the turned rows.
+// One token: `unit` [G · K] is x times `inverse` [G], one over the root of its mean square, and `out` [H · K] what is turned.
 template <class T>
 struct Token {
   const Side<T>& m;
@@ -48,9 +48,9 @@ struct Token {
     for (int64_t g = 0; g < m.groups; g++) {
       float* u = &unit[g * m.size];
       const T* x = m.x.row(i) + g * m.size;
-      float square = 0.f;
       for (int64_t j = 0; j < m.size; j++) u[j] = static_cast<float>(x[j]);
       if (!m.weight) continue;
+      float square = 0.f;
       for (int64_t j = 0; j < m.size; j++) square += u[j] * u[j];
       inverse[g] = 1.f / std::sqrt(square / m.size + eps);
       for (int64_t j = 0; j < m.size; j++) u[j] *= inverse[g];
