@@ -80,11 +80,12 @@ def test_mqar_layout():
     assert rest.unique().tolist() == list(range(low))
 
 
-def test_mqar_slots_follow_the_power_law():
-    task = tasks.build("mqar", vocab_size=64, length=24, num_pairs=2, power=0.01)
+@pytest.mark.parametrize("power", [0.01, 0])
+def test_mqar_slots_follow_the_power_law(power):
+    task = tasks.build("mqar", vocab_size=64, length=24, num_pairs=2, power=power)
     asked = (task.generate(20_000, seed=0).labels != IGNORED)[:, 4::2].float().mean(0)
-    # Exact inclusion probabilities of two draws without replacement with p ∝ i^-0.99.
-    p = torch.arange(1, 11).double().pow(-0.99)
+    # Exact inclusion probabilities of two draws without replacement with p ∝ i^(a−1).
+    p = torch.arange(1, 11).double().pow(power - 1)
     p = p / p.sum()
     expected = p + (p * (p / (1 - p)).sum() - p * p / (1 - p))
     assert (asked - expected).abs().max() < 4 * (0.25 / 20_000) ** 0.5

@@ -169,7 +169,7 @@ class MQAR(Task):
 
     def _slots(self, num_examples: int, draw: torch.Generator) -> Tensor:
         """Draw slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""
-        rate = torch.arange(1, self.num_slots + 1).pow(self.power - 1)
+        rate = torch.arange(1.0, self.num_slots + 1).pow(self.power - 1)
         race = torch.empty(num_examples, self.num_slots).exponential_(generator=draw) / rate
         if self.num_slots == self.num_pairs:
             return race.argsort(1)
