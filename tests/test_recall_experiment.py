@@ -60,6 +60,16 @@ def test_tests_vary_what_their_names_say(name, held):
     assert grown == [0, 32, 96, 224] if held == "lag" else grown[-1] < 32
 
 
+def test_other_numbers_of_pairs_are_validated_and_held():
+    """Those of the last stage, also where they are not T/4: nothing else selects a rate, and `lag` has as many."""
+    plan = compare.plan_comparison(["mamba2"], settings={"pairs": (2, 4)})
+    config = plan.configure(plan.cells()[0])
+    assert [task["num_pairs"] for (task,) in config.stages] == [2, 4]
+    assert config.validation == (config.tests[0].task,) == config.stages[-1]
+    held = [test.task for test in config.tests if test.name == "lag"]
+    assert [(task["num_pairs"], task["gap"]) for task in held] == [(4, task["length"] - 16) for task in held]
+
+
 @pytest.mark.parametrize(("experiment", "sizes"), [("post-mqar", {"pairs": ()}), ("echo-transfer", {"test_pairs": ()})])
 def test_no_numbers_of_pairs_are_refused(experiment, sizes):
     with pytest.raises(ValueError, match="at least one"):

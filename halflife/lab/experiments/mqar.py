@@ -77,7 +77,7 @@ class MQARExperiment(Experiment):
         return settings
 
     def build_cell(self, settings: MQARSettings, cell: Cell) -> RunConfig:
-        length, largest = settings.train_length, settings.train_length // 4
+        length, trained = settings.train_length, settings.pairs[-1]
 
         def task(length: int, pairs: int, gap: int = 0) -> dict[str, Any]:
             sizes = {"vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
@@ -85,7 +85,7 @@ class MQARExperiment(Experiment):
             return {"name": "mqar", **sizes, **further, **({"gap": gap} if gap else {})}
 
         def gap(t: int) -> int:
-            return t - 4 * largest if self.held == LAG else 0
+            return t - 4 * trained if self.held == LAG else 0
 
         lengths = [length * factor for factor in settings.length_factors]
         return settings.run(
@@ -93,11 +93,11 @@ class MQARExperiment(Experiment):
             cell,
             model=self.model(cell.model, settings),
             stages=tuple((task(length, pairs),) for pairs in settings.pairs),
-            validation=(task(length, largest),),
+            validation=(task(length, trained),),
             tests=(
-                TestSpec(name="in_distribution", task=task(length, settings.pairs[-1])),
+                TestSpec(name="in_distribution", task=task(length, trained)),
                 *(TestSpec(name="capacity", task=task(t, t // 4)) for t in lengths),
-                *(TestSpec(name=self.held, task=task(t, largest, gap(t))) for t in lengths),
+                *(TestSpec(name=self.held, task=task(t, trained, gap(t))) for t in lengths),
             ),
         )
 
