@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from halflife.data.documents import PYTHON, standard_library
 from halflife.lab.experiments import EXPERIMENTS, compare, decay_design
 from halflife.lab.experiments.decay_design import FINDINGS, finding_sentences, findings_table, verdict
 from halflife.lab.experiments.evidence import decay_regression
+from halflife.lab.experiments.language_models import base as language
 from halflife.lab.experiments.language_models.base import loss_table
 from halflife.models import checkpoint
 from halflife.models.timescales import timescales
 from halflife.report.figures.decays import against_paper
 from halflife.runs.one import run_one
+from halflife.runs.records import Comparison
 from halflife.runs.sweep import Cell
 from halflife.training.config import ExecutionConfig
 
@@ -206,6 +209,20 @@ def test_the_table_of_losses_tells_a_seed_that_diverged():
     assert "| whole | 1,234 | 100 | 1.2000, 1.3000, 1.4000 | 1.3000 [1.2000, 1.4000] | 2.500 |" in table
     assert "| part | 1,234 | 100 | 1.0000, diverged, 1.5000 | 1.2500 (2 of 3 seeds) | – |" in table
     assert "| none | 1,234 | – | diverged | – (0 of 1 seeds) | – |" in table
+
+
+@pytest.mark.parametrize("name", ["decay-design", "decay-lm"])
+@pytest.mark.parametrize(("tokenizer", "unit"), [("bytes", "byte"), ("gpt2", "token")])
+def test_the_printed_losses_have_units(name, tokenizer, unit, tmp_path, monkeypatch):
+    """A loss per byte stands beside the paper's, which is per token."""
+    experiment = EXPERIMENTS[name]()
+    settings = replace(experiment.settings_at("smoke", {}), tokenizer=tokenizer)
+    monkeypatch.setattr(experiment, "saved_settings", lambda folder: settings)
+    monkeypatch.setattr(language, "read_comparison", lambda folder: Comparison(folder, {"models": []}, {}, [], []))
+    row = {"model": "llama", "seed": 0, "loss": 1.5, "selected": True, "parameters": 9, "state_size": 9}
+    text = experiment.summary(tmp_path, [{**row, "tokens_per_second": 1.0}])
+    assert "1.5000 | 2.921 |" in text
+    assert f"in nats per {unit}; the paper's is nats per token" in text
 
 
 OPTIONS = ("steps", "save_every", "hidden_size", "num_layers", "num_heads", "train_length", "batch_size")

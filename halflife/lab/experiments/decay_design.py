@@ -178,7 +178,7 @@ class DecayDesign(language.LanguageExperiment):
         papers = self.papers(settings, models(rows))
         return "\n\n".join(filter(None, [
             language.describe(settings), "## Loss",
-            "Test loss in nats per byte; the paper's is nats per token, 160M parameters (Tables 6, 8, 9).",
+            f"{language.units(settings)}, 160M parameters (Tables 6, 8, 9).",
             language.loss_table(rows, papers), "## Findings", findings_table(results, papers),
             decay_regression.report(folder, rows, self.decays),
         ])) + "\n"  # fmt: skip

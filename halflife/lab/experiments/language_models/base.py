@@ -153,7 +153,8 @@ class LanguageExperiment(Experiment):
 
     def summary(self, folder: Path, rows: Rows) -> str:
         settings = self.saved_settings(folder)
-        text = f"{describe(settings)}\n\n{loss_table(rows, self.papers(settings, models(rows)))}\n"
+        table = loss_table(rows, self.papers(settings, models(rows)))
+        text = f"{describe(settings)}\n\n{units(settings)}.\n\n{table}\n"
         if by_length := length_table(read_comparison(folder)):
             text += f"\n{by_length}\n"
         if self.zero_shot:
@@ -193,6 +194,11 @@ def loss_table(rows: Rows, papers: Mapping[str, float | None]) -> str:
             "–" if paper is None else f"{paper:.3f}",
         ])  # fmt: skip
     return Table(["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"], table).markdown()
+
+
+def units(settings: LanguageSettings) -> str:
+    """What a loss is here and in a paper, in words."""
+    return f"Test loss in nats per {unit_of(settings.tokenizer)}; the paper's is nats per token"
 
 
 def describe(settings: LanguageSettings) -> str:
