@@ -203,6 +203,12 @@ def test_wraps_once():
     ({"train_length": 8, "endpoints": (16.0, 1.0)}, "endpoints and rate_range must give"),
     ({"train_length": 8, "endpoints": "best"}, 'two numbers, "optimal" or "moving"; got'),
     ({"train_length": 8, "endpoints": "optimal", "beta": 0.0}, "β > 0"),
+    ({"train_length": 8, "beta": 0.7}, 'beta is for endpoints "optimal" and "moving"'),
 )
 def test_errors_say_what_is_wrong(options, message):
     assert_raises(ValueError, message, PoST, base("mamba2"), **options)
+
+
+def test_an_initial_decay_that_post_would_replace_is_refused():
+    decay = decays.build("simple", num_heads=HEADS, head_dim=CHANNELS, p=0.8)
+    assert_raises(ValueError, "p has no meaning under it", PoST, decay, train_length=LENGTH)

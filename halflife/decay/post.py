@@ -54,8 +54,8 @@ class PoST(Decay):
         last_position: the position that all later ones count as, such as T; None for no limit.
 
     Raises:
-        ValueError: the decay has no base rates, a length, an end point or a factor is out of range, or a static
-            spectrum has an option of the stretching.
+        ValueError: the decay has no base rates, a length, an end point or a factor is out of range, a static spectrum
+            has an option of the stretching, or given end points have a β.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class PoST(Decay):
             raise ValueError(f"last_position must be at least 1; got {last_position}")
         if not stretch and (reference_length != 1 or last_position is not None):
             raise ValueError("reference_length and last_position have no meaning without stretch; leave them out")
+        if beta != 0.5 and endpoints not in ("optimal", "moving"):
+            raise ValueError(f'beta is for endpoints "optimal" and "moving", which it chooses; got {endpoints!r}')
         if learning_rate_factor <= 0:
             raise ValueError(f"learning_rate_factor must be positive; got {learning_rate_factor}")
         ends = _check_range(decay, rate_range, endpoints) or _endpoint_rates(

@@ -43,4 +43,6 @@ class SimpleDecay(SpectralDecay):
     def release_rates(self) -> None:
         if not self.p:
             raise no_base_rates(self)
+        if self.p != 0.99:
+            raise ValueError("PoST sets the initial decays, so p has no meaning under it; leave it out")
         self.delta = None
