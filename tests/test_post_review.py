@@ -70,7 +70,7 @@ def rows(law, accuracy_of_a_guess=0.25):
     ],
 )  # fmt: skip
 def test_fits_find_the_law_of_the_errors(law, found):
-    points = list(post_review.points(rows(law), 1e-9))
+    points = list(post_review.points(rows(law), 1 << 30))
     assert len(points) == 6 * 4 - 2
     fits = post_review.fits(points)["mamba2:frozen"]["all t"]
     constant, slope = fits[found]["coefficients"]
@@ -81,10 +81,12 @@ def test_fits_find_the_law_of_the_errors(law, found):
 
 
 def test_errors_that_say_nothing_are_left_out():
-    """A test of 100 examples cannot tell 0 from 0.005, and an error near that of a guess has no rate."""
-    (point, *_) = post_review.points(rows(lambda n, train, t: 50.0), 1 / 100)
-    assert point["log error"] == pytest.approx(math.log(0.005))
-    points = list(post_review.points(rows(lambda n, train, t: 0.3), 1 / 100))  # errors of 0.74, where a guess has 0.75
+    """Two tests of 100 examples with four questions cannot tell 0 from 1/1600, and an error of a guess has no rate."""
+    (point, *_) = post_review.points(rows(lambda n, train, t: 50.0), 100)
+    assert point["log error"] == pytest.approx(math.log(1 / 1600))
+    (point, *_) = post_review.points(rows(lambda n, train, t: math.log(800)), 100)  # one wrong answer
+    assert point["log error"] == pytest.approx(math.log(1 / 800))
+    points = list(post_review.points(rows(lambda n, train, t: 0.3), 100))  # errors of 0.74, where a guess has 0.75
     assert all(one["guess"] for one in points)
     assert post_review.fits(points) == {}
 

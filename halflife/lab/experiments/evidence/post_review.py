@@ -146,7 +146,7 @@ class PostReview(MQARExperiment):
     def write_data(self, folder: Path, rows: Rows) -> None:
         file, examples = folder / RESULT, self.saved_settings(folder).test_examples
         known = read_json(file)["stability"] if file.exists() else {}
-        found = list(points(rows, 1 / examples))
+        found = list(points(rows, examples))
         write_json(file, {"points": found, "fits": fits(found), "stability": stability(folder, rows, known)})
 
 
@@ -155,24 +155,26 @@ def lengths(pairs: int, train: int) -> list[int]:
     return [4 * pairs * 2**i for i in range(64) if 4 * pairs * 2**i <= FARTHEST * train]
 
 
-def points(rows: Rows, least: float) -> Iterator[dict[str, Any]]:
+def points(rows: Rows, examples: int) -> Iterator[dict[str, Any]]:
     """The mean error over seeds of every model at its selected rate, at every position.
 
-    Half of `least` stands for an error of 0, which a test with so many examples cannot tell from it.
+    Half a wrong answer, of all that tests with so many examples ask, stands for an error of 0.
     """
     errors: dict[tuple[str, int], list[float]] = {}
     guesses: dict[tuple[str, int], float] = {}
+    asked: dict[tuple[str, int], float] = {}
     for row in rows:
         if row["selected"] and row["test"] == "retained" and row["accuracy"] == row["accuracy"]:
             key = row["model"], row["length"]
             errors.setdefault(key, []).append(1 - row["accuracy"])
             guesses[key] = 1 - row["shortcut_accuracy"]
+            asked[key] = asked.get(key, 0) + examples * row["num_pairs"]
     for (name, t), found in errors.items():
         model, n, train = parse(name)
         error = fmean(found)
         yield {
-            "model": model, "N": n, "T": train, "t": t, "error": error, "log error": math.log(max(error, least / 2)),
-            "guess": error > AT_A_GUESS * guesses[name, t],
+            "model": model, "N": n, "T": train, "t": t, "error": error,
+            "log error": math.log(max(error, 0.5 / asked[name, t])), "guess": error > AT_A_GUESS * guesses[name, t],
         }  # fmt: skip
 
 
