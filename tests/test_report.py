@@ -716,6 +716,8 @@ def test_models_at_the_level_of_a_guess_are_named(tmp_path, capsys):
     assert [model for model, note in notes.items() if "not learned" in note] == [MODELS[-1]]
     show(*comparison_tables([vars(score) for score in run.scores]))
     assert f"not learned, in distribution at the level of a guess: {MODELS[-1]}." in capsys.readouterr().out
+    lost = [vars(score) | ({} if score.seed else {"accuracy": math.nan}) for score in run.scores]  # seed 0 diverged
+    assert f"of a guess: {MODELS[-1]}." in comparison_tables(lost)[1].note
     whole = results.read(make_run(tmp_path / "other"))
     assert not not_learned(whole)
     assert "not learned" not in _table(whole).note + " ".join(row[0].note for row in _table(whole).cells())

@@ -66,7 +66,8 @@ def _not_learned(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lost = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [r for r in rows if r["model"] == model and r["selected"] and r["test"] == IN_DISTRIBUTION]
-        if own and at_guess_level(*(fmean(row[column] for row in own) for column in ("accuracy", "shortcut_accuracy"))):
+        # Of the seeds that did not diverge, as in `Comparison.not_learned`.
+        if own and at_guess_level(*(mean(row[column] for row in own) for column in ("accuracy", "shortcut_accuracy"))):
             lost.append(model)
     return lost
 
