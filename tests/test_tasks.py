@@ -240,6 +240,7 @@ def test_seeds_of_splits_are_disjoint():
     ("mqar", {"length": 31, "num_pairs": 8}, "at least 4K"),
     ("mqar", {"num_pairs": 0}, "1 ≤ K"),
     ("mqar", {"vocab_size": 64, "length": 512, "num_pairs": 100}, "need 100 keys"),
+    ("mqar", {"vocab_size": 7, "length": 4, "num_pairs": 1}, "need 1 fillers"),
     ("mqar", {"vocab_size": 64, "length": 512, "num_pairs": 9, "value_size": 4}, "need 36 values"),
     ("mqar", {"vocab_size": 64, "length": 512, "num_pairs": 9, "updates": 3}, "36 pairs need 36 values"),
     ("mqar", {"length": 64, "num_pairs": 8, "updates": 3}, "4K \\+ gap"),

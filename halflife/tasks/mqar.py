@@ -88,6 +88,7 @@ class MQAR(Task):
         for name, count, (low, high) in (
             ("keys", self.num_pairs, self.key_range),
             ("values", self.num_written * self.value_size, self.value_range),
+            ("fillers", 1, self.filler_range),
         ):  # fmt: skip
             if high - low < count:
                 raise ValueError(
