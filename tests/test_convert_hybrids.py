@@ -17,6 +17,7 @@ from halflife.analysis.foreign.model import runnable_kernels
 from halflife.models import checkpoint
 from halflife.models.convert import SOURCES, assemble, back_to, convert
 from halflife.models.convert.rules import join_convolutions
+from halflife.models.load import load_any
 
 LENGTH = 33
 # Relative to the largest entry: four times the worst difference over four seeds. Both sides compute in float32.
@@ -83,6 +84,23 @@ def test_there_and_back(kind, options, tmp_path):
     ignored = {"_name_or_path", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings"}
     first, second = ({k: x for k, x in m.config.to_dict().items() if k not in ignored} for m in (theirs, again))
     assert first == second
+
+
+@cases(
+    "kind, rope",
+    ("qwen3_5_text", None),
+    ("qwen3_5_text", {"rope_theta": 50.0}),
+    ("qwen3_5_text", {"partial_rotary_factor": 0.5}),
+    ("olmo_hybrid", None),
+    ("olmo_hybrid", {"rope_theta": 50.0, "partial_rotary_factor": 0.5}),
+)
+def test_settings_of_rope_that_are_missing_are_those_of_transformers(kind, rope, tmp_path):
+    saved(kind, tmp_path)
+    edit(tmp_path, rope_parameters=rope)
+    ids = torch.randint(VOCAB, (1, LENGTH))
+    with torch.no_grad():
+        ours = load_any(tmp_path).eval()(ids)[0]
+    assert_close(ours, logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids), TOLERANCE)
 
 
 def test_qwen3_5_in_bfloat16_and_with_images(tmp_path):

@@ -42,6 +42,7 @@ IGNORED = {
     "attn_output_gate", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "pretraining_tp",
 }  # fmt: skip
 KINDS = ("linear_attention", "full_attention")
+ROPE_THETA = 10_000.0  # where a config.json has none; null means no positions
 # (name in checkpoints, name in the model).
 OLMO_NAMES = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
 UNUSED = ("mtp.", "model.visual.")  # of Qwen3.5's other tasks: prediction of several tokens, and images
@@ -50,7 +51,8 @@ UNUSED = ("mtp.", "model.visual.")  # of Qwen3.5's other tasks: prediction of se
 def _qwen3_5(config: Config) -> Parsed:
     known_keys(config, {*QWEN3_5, *FIXED, *IGNORED})
     s = settings(config, QWEN3_5, {**FIXED, "attn_output_gate": (True,)})
-    attention = _attention(config, s, qk_norm="head_plus_one", gate=True)
+    rope = {"partial_rotary_factor": config.get("partial_rotary_factor", 0.25), **(config.get("rope_parameters") or {})}
+    attention = _attention(config, s, rope_fraction=rope["partial_rotary_factor"], qk_norm="head_plus_one", gate=True)
     return s, _model("qwen3_5", config, s, {"options": attention}, norm="rms_plus_one", norm_eps=s.rms_norm_eps)
 
 
@@ -100,10 +102,10 @@ def _attention(config: Config, s: SimpleNamespace, **options: Any) -> dict[str, 
     if rope["rope_type"] != "default" or set(rope) - known:
         raise ValueError(f"rope_parameters = {rope} in config.json cannot be represented; only the default type can")
     options |= {"num_heads": s.num_attention_heads, "num_kv_heads": s.num_key_value_heads, "head_dim": s.head_dim}
-    if rope.get("rope_theta") is None:
+    theta = rope.get("rope_theta", ROPE_THETA)
+    if theta is None:
         return {**options, "position": "none", "norm_eps": s.rms_norm_eps}
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    return {**options, "rope_base": rope["rope_theta"], "rope_fraction": fraction, "norm_eps": s.rms_norm_eps}
+    return {**options, "rope_base": theta, "norm_eps": s.rms_norm_eps}
 
 
 def _model(
