@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from halflife import LanguageModel, preset
 from halflife.analysis.foreign.model import runnable_kernels
+from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint
 from halflife.models.convert import SOURCES, assemble, back_to, convert
 from halflife.models.convert.rules import join_convolutions
@@ -81,9 +82,14 @@ def test_there_and_back(kind, options, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(back).eval()
     assert type(again) is type(theirs)
     assert_same(logits(again, ids), expected)
-    ignored = {"_name_or_path", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings"}
+    ignored = {"_name_or_path", "max_position_embeddings"}
     first, second = ({k: x for k, x in m.config.to_dict().items() if k not in ignored} for m in (theirs, again))
     assert first == second
+    where = HalflifeForCausalLM.from_pretrained(tmp_path / "ours").config
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(where, name) == first[name]
+    files = [tmp_path / folder / "generation_config.json" for folder in ("in", "ours", "back")]
+    assert len({file.read_bytes() for file in files}) == 1
 
 
 @cases(

@@ -48,6 +48,9 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
+# The file and the settings of config.json that say where `generate` of transformers begins and ends a text.
+GENERATION = "generation_config.json"
+ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> Path:
@@ -55,7 +58,7 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
 
     Args:
         source: Hugging Face folder (`config.json` and safetensors, sharded or not), halflife checkpoint, or a `.pth` of
-            RWKV-7. A tokenizer in a folder is copied.
+            RWKV-7. A tokenizer in a folder is copied, and what tells `generate` of transformers where a text ends.
         target: folder, in which a checkpoint is a FileExistsError.
         to: "halflife", or "transformers" or "fla" to export a halflife checkpoint.
 
@@ -126,7 +129,10 @@ def _encoded(value: Any) -> Any:
 
 
 def _with_tokenizer(source: Path, target: Path) -> Path:
-    for name in TOKENIZER:
+    for name in (*TOKENIZER, GENERATION):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    config, written = (read_json_object(folder / CONFIG_JSON) for folder in (source, target))
+    given = {**(config.get("text_config") or {}), **config}
+    write_json(target / CONFIG_JSON, {**written, **{name: given[name] for name in ENDS if name in given}})
     return target
