@@ -237,6 +237,7 @@ WRONG = [
         "gla, gated_deltanet, kda, delta_net, gated_deltaproduct, comba, retnet, qwen3_5_text, qwen3_5, olmo_hybrid, "
         "mamba2, mamba3, rwkv7",
     ),
+    (lambda folder: edit(folder / "config.json", model_type=["gla"]), ValueError, "Choose from: gla"),
     (lambda folder: edit(folder / "config.json", format=1), ValueError, "already"),
     (no_weights, FileNotFoundError, r"model\.safetensors is missing"),
     (pickle, ValueError, r"pytorch_model\.bin, a pickle"),
@@ -260,6 +261,8 @@ def test_what_was_asked_for_makes_no_sense(tmp_path):
     assert_raises(ValueError, "Choose from: halflife, transformers, fla", convert, source, tmp_path / "out", to="jax")
     assert_raises(ValueError, "only a halflife checkpoint", convert, source, tmp_path / "out", to="transformers")
     assert_raises(FileExistsError, r"config\.json already", convert, source, source)
+    (source / "config.json").write_text('{"d_model": 16, "ssm_cfg": {"layer": "Mamba2"}}')  # as of mamba-ssm
+    assert_raises(ValueError, "a model without a model_type, .* one of halflife, gla", load_any, source)
 
 
 def test_command(tmp_path, capsys, refused):

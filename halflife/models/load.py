@@ -33,9 +33,9 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
-    if not isinstance(config, dict) or is_ours(config) or "model_type" not in config:
+    if not isinstance(config, dict) or is_ours(config):
         return load(folder, device)
-    kind = str(config["model_type"])
+    kind = str(config.get("model_type", "model without a model_type"))
     if kind not in SOURCES:
         choices = ", ".join(["halflife", *SOURCES])
         hint = "; `halflife look` and `spectrum` read it in place" if kind in MIXERS else ""

@@ -78,7 +78,7 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
             raise ValueError(f"a {SUFFIX} is converted to halflife")
         return checkpoint.save(assemble(*from_rwkv7_pth(read_pth(source))), target)
     config = read_json_object(source / CONFIG_JSON)
-    ours, kind = checkpoint.is_ours(config), config.get("model_type")
+    ours, kind = checkpoint.is_ours(config), str(config.get("model_type"))
     if to != "halflife":
         if not ours:
             raise ValueError(f"only a halflife checkpoint can be written for {to}; {source} is not one")
@@ -89,7 +89,7 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
         return _with_tokenizer(source, checkpoint.save(checkpoint.load(source), target, config.get("tokenizer")))
     if kind in MIXERS and kind not in SOURCES:
         raise ValueError(f"a {kind} has layers that halflife lacks; `halflife look` and `spectrum` read it in place")
-    model = assemble(*SOURCES[str(kind)](config, Checkpoint(source)))
+    model = assemble(*SOURCES[kind](config, Checkpoint(source)))
     return _with_tokenizer(source, checkpoint.save(model, target))
 
 
