@@ -226,7 +226,9 @@ def shared_heads(mixers: Sequence[Any], parts: slice, more: Sequence[Tensor] = (
 
 
 # Attributes of modules that change no logits.
-FREE = {"training", "chunk_size", "backend", "rate_start", "step_bias", "layer_idx", "num_layers", "depth"}
+FREE = {
+    "training", "chunk_size", "backend", "pass_backend", "rate_start", "step_bias", "layer_idx", "num_layers", "depth",
+}  # fmt: skip
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 MODEL_FIELDS = ("mlp", "norm", "position", "embedding_norm")  # fields of `ModelConfig` with plain names for messages
 
