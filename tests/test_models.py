@@ -100,6 +100,10 @@ def test_config_refuses_what_it_does_not_know():
         ModelConfig.from_dict({"vocab_size": 4, "hidden_size": 4, "num_layers": 1})
     with pytest.raises(ValueError, match="num_layers must be at least 1"):
         dataclasses.replace(preset("mamba2", **SIZES), num_layers=0)
+    for name, size in (("intermediate_size", 0), ("intermediate_size", -1), ("vocab_size", "50"), ("hidden_size", 8.0)):
+        config = preset("mamba2", **SIZES)
+        object.__setattr__(config, name, size)  # a constructor checks types here, and not elsewhere
+        assert_raises(ValueError, f"{name} must be at least 1 and a whole number; got", config.__post_init__)
     with pytest.raises(ValueError, match="koopman, koopman_gated, koopman_paper, koopman_gated_paper, rwkv7, none"):
         preset("mamba2", **SIZES, mlp="gelu")
     with pytest.raises(dataclasses.FrozenInstanceError):

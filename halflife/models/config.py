@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from halflife.layers import LAYERS
@@ -38,7 +39,8 @@ class ModelConfig:
         more_hybrids: further kinds of layers, each a mapping like `hybrid`. No two kinds share a layer.
         mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "koopman_paper" or "koopman_gated_paper" (Echo's with
             clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP.
-        intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to a multiple of 64.
+        intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to a multiple of 64, and
+            4 times the hidden size for "rwkv7".
         tie_embeddings: whether the output head shares the weight of the embedding.
         norm: norm before every mixer, MLP and head: "rms", "rms_plus_one" (with weights 1 + w) or "layer" (with bias).
         norm_eps: epsilon of every norm.
@@ -78,9 +80,12 @@ class ModelConfig:
     more_hybrids: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for size in ("vocab_size", "hidden_size", "num_layers"):
-            if getattr(self, size) < 1:
-                raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
+        for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size"):
+            size = getattr(self, name)
+            if name == "intermediate_size" and size is None:
+                continue
+            if not isinstance(size, Integral) or int(size) < 1:
+                raise ValueError(f"{name} must be at least 1 and a whole number; got {size!r}")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers must be at most {MAX_LAYERS:,}; got {self.num_layers:,}")
         for epsilon in (self.norm_eps, *(given.get("norm_eps", 1.0) for given in self._options)):
