@@ -58,13 +58,17 @@ def test_config_survives_json_and_wraps_the_models(tmp_path):
     again.vocab_size = 40
     assert again.model["vocab_size"] == 40
     assert AutoConfig.from_pretrained(tmp_path, tie_word_embeddings=False).model["tie_embeddings"] is False
-    assert HalflifeConfig().model_config() == preset("mamba2")
+    for sizes in ({}, {"hidden_size": 30, "vocab_size": 9}):
+        assert HalflifeConfig(**sizes).model_config() == preset("mamba2", **sizes)
+    assert HalflifeConfig(num_attention_heads=4).model_config() == preset("mamba2", num_heads=4)
 
 
 def test_config_errors():
     model = preset("mamba2", **SIZES).to_dict()
     assert_raises(ValueError, "hidden_sizes", HalflifeConfig, model={**model, "hidden_sizes": 3})
     assert_raises(ValueError, "vocab_size is 40", HalflifeConfig, model=model, vocab_size=40)
+    assert_raises(ValueError, "num_attention_heads is 3, but", HalflifeConfig, model=model, num_attention_heads=3)
+    assert_raises(ValueError, "but the first layer has", setattr, HalflifeConfig(model), "num_attention_heads", 3)
     assert_raises(TypeError, r"got 'mamba2'\. HalflifeConfig\.from_preset takes names", HalflifeConfig, model="mamba2")
     assert_raises(TypeError, r"num_layers, preset: give .*from_preset", HalflifeConfig, preset="gla", num_layers=2)
 

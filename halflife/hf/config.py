@@ -77,14 +77,16 @@ class HalflifeConfig(PreTrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs.pop("num_attention_heads", None)  # `to_dict` writes it for other programs
+        heads = kwargs.pop("num_attention_heads", None)  # `to_dict` writes it for other programs
         if mistaken := kwargs.keys() & (MODEL_FIELDS | {"preset"}) - FIELDS.keys():
             raise TypeError(
                 f"{', '.join(sorted(mistaken))}: give the fields of a model to HalflifeConfig.from_preset(name, …), or "
                 "a ModelConfig"
             )
         if model is None:
-            model = {**preset("mamba2").to_dict(), **{FIELDS[name]: kwargs[name] for name in FIELDS if name in kwargs}}
+            model = preset(
+                "mamba2", num_heads=heads, **{FIELDS[name]: kwargs[name] for name in FIELDS if name in kwargs}
+            )
         if not isinstance(model, ModelConfig | dict):
             raise TypeError(
                 f"model must be a ModelConfig or its dict; got {model!r}. HalflifeConfig.from_preset takes names"
@@ -92,6 +94,8 @@ class HalflifeConfig(PreTrainedConfig):
         config = model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)
         self.model, self.use_cache, self.chunked_loss = config.to_dict(), use_cache, chunked_loss
         self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
+        if heads is not None:
+            self.num_attention_heads = heads
         for name, field in FIELDS.items():
             if (value := kwargs.pop(name, self.model[field])) != self.model[field]:
                 raise ValueError(f"{name} is {value}, but {field} of the model is {self.model[field]}")
@@ -103,6 +107,14 @@ class HalflifeConfig(PreTrainedConfig):
     def num_attention_heads(self) -> int:
         """Heads of the first layer; 1 where it has none."""
         return self.model_config().mixer_of(0)[1].get("num_heads", 1)
+
+    @num_attention_heads.setter
+    def num_attention_heads(self, heads: int) -> None:
+        if heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads is {heads}, but the first layer has {self.num_attention_heads}; heads are set in "
+                "`model`, or by from_preset(name, num_heads=…)"
+            )
 
     @classmethod
     def from_preset(cls, name: str, **sizes: Any) -> HalflifeConfig:
