@@ -187,11 +187,13 @@ def test_files_keep_every_weight(name, tmp_path):
 
 
 def test_folders_of_halflife_load(tmp_path):
-    model = LanguageModel(preset("rwkv7", **TINY))
+    model = LanguageModel(preset("rwkv7", **{**TINY, "vocab_size": 257}))
     wrapped = HalflifeForCausalLM.of(model)
     assert all(x is y for x, y in zip(wrapped.parameters(), model.parameters(), strict=True))
-    loaded = HalflifeForCausalLM.from_halflife(checkpoint.save(model, tmp_path / "ours"))
+    loaded = HalflifeForCausalLM.from_halflife(checkpoint.save(model, tmp_path / "ours", "bytes+eos"))
     same_weights(loaded.to_halflife(), model)
+    assert loaded.config.tokenizer == "bytes+eos"
+    assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == 256  # where `generate` stops
     loaded.save_pretrained(tmp_path / "theirs")
     same_weights(HalflifeForCausalLM.from_pretrained(tmp_path / "theirs"), wrapped)
 

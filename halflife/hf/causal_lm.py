@@ -65,7 +65,8 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
     @classmethod
     def from_halflife(cls, folder: str | Path, device: torch.device | str = "cpu") -> HalflifeForCausalLM:
         """Load the model in a folder of `halflife.models.checkpoint.save`, in evaluation mode."""
-        return cls.of(checkpoint.load(folder, device)).eval()
+        model = checkpoint.load(folder, device)
+        return cls(HalflifeConfig.from_pretrained(folder), model).eval()
 
     def to_halflife(self) -> LanguageModel:
         """Return a `LanguageModel` that shares the parameters, for the other tools of this library."""
