@@ -198,6 +198,15 @@ def test_folders_of_halflife_load(tmp_path):
     same_weights(HalflifeForCausalLM.from_pretrained(tmp_path / "theirs"), wrapped)
 
 
+def test_another_head_in_the_place_of_a_tied_one_is_kept():
+    model, ids = build(), tokens(1, 6)
+    model.set_output_embeddings(torch.nn.Linear(16, 31, bias=False, dtype=torch.float64))
+    ours = model.to_halflife()
+    assert_close(ours(ids)[0], model(ids).logits, TOLERANCE)
+    assert not ours.config.tie_embeddings
+    assert build().to_halflife().config.tie_embeddings
+
+
 @pytest.mark.parametrize("shards", [None, "10KB"])
 def test_what_transformers_saves_opens_everywhere(tmp_path, shards):
     """`load`, `load_any`, `convert` and the list of checkpoints read it, with its tokenizer."""

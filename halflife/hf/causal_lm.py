@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,13 @@ class HalflifeForCausalLM(HalflifePreTrainedModel, HalflifeGenerationMixin):
 
     def to_halflife(self) -> LanguageModel:
         """Return a `LanguageModel` that shares the parameters, for the other tools of this library."""
-        model = on_meta(self.config.model_config())
+        # An adapter around a tied head, or another head in its place, computes other logits than the embedding.
+        tied = type(self.lm_head) is nn.Linear and self.lm_head.weight is self.model.embedding.weight
+        model = on_meta(dataclasses.replace(self.config.model_config(), tie_embeddings=tied))
         for name in ("embedding", "embedding_norm", "tpe", "norm"):
             setattr(model, name, getattr(self.model, name))
         model.blocks = nn.ModuleList(as_kind(block, Block) for block in self.model.blocks)  # pyright: ignore
-        model.head = None if self.config.tie_word_embeddings else self.lm_head
+        model.head = None if tied else self.lm_head
         return model.train(self.training)
 
     @can_return_tuple
