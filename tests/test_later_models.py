@@ -347,6 +347,7 @@ def test_operations_are_counted():
     ("deltaproduct", {"num_householder": 0}, "num_householder of layer deltaproduct must be a whole number"),
     ("attention", {"window": 0}, "window of layer attention must be a whole number, 1 or more"),
     ("attention", {"position": "lrpe"}, "unknown position 'lrpe'"),
+    ("attention", {"backend": "nativ"}, "unknown backend 'nativ'. Did you mean 'native'"),
     ("longhorn", {"num_heads": 7}, "num_heads must divide"),
     ("longhorn", {"step": "heads"}, "Did you mean 'head'"),
 )

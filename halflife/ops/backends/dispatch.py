@@ -28,7 +28,7 @@ from halflife.ops.backends.choice import ORDER, order
 from halflife.ops.call import Call
 from halflife.ops.spec import OPS, Implementation
 from halflife.precision import without_autocast
-from halflife.registry import unknown
+from halflife.registry import check_choice, unknown
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -259,6 +259,8 @@ def run_gpu_pass(
 def beside(backend: str) -> str:
     """The backend of the norms, gates and convolutions of a layer whose op on a state runs by `backend`.
 
-    They stay in plain torch where that op does, and else run as is fastest.
+    They stay in plain torch where that op does, and else run as is fastest. An unknown name is a ValueError, also where
+    a layer has no other op, as attention.
     """
+    check_choice("backend", backend, ("auto", *ORDER))
     return "chunked" if backend in ("reference", "chunked", "mask") else "auto"
