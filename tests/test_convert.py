@@ -1,6 +1,7 @@
 """Conversion of transformers' weights in both directions, compared with transformers itself; folders; errors; CLI."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -277,3 +278,11 @@ def test_command(tmp_path, capsys, refused):
     assert model.config == direct
     assert_same(model.state_dict(), weights)
     refused("convert", str(source), str(out))
+
+
+def test_the_help_names_every_kind(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    mixers = [SOURCES[name].mixer or name for name in SOURCES if SOURCES[name].library == "fla"]
+    assert {*SOURCES, *mixers} <= words

@@ -21,13 +21,14 @@ class Convert:
     """
 
     source: Positional[Path]
-    """The folder to read, in safetensors: a mamba2, qwen3_5, olmo_hybrid, rwkv7, gla, gated_deltanet, kda or mamba3.
-    For RWKV-7 also a file .pth of its author."""
+    """The folder to read, in safetensors: a mamba2, qwen3_5, qwen3_5_text or olmo_hybrid of transformers, or a gla,
+    gated_deltanet, delta_net, gated_deltaproduct, comba, retnet, kda, rwkv7 or mamba3 of fla. For RWKV-7 also a file
+    .pth of its author."""
     target: Positional[Path]
     """The folder to write, which must not hold a checkpoint."""
     to: Literal["halflife", "transformers", "fla"] = "halflife"
     """The format to write. transformers takes a mamba2, and hybrids of gated_deltanet and attention; fla a gla,
-    gated_deltanet, kda, rwkv7 or mamba3."""
+    gated_deltanet, deltanet, deltaproduct, comba, retnet, kda, rwkv7 or mamba3."""
 
     def run(self) -> None:
         from halflife.models.convert import convert

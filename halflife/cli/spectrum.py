@@ -33,8 +33,8 @@ class Spectrum:
     """
 
     folders: Positional[tuple[Path, ...]]
-    """Checkpoints (ours, those of transformers, GLA, Gated DeltaNet or RWKV-7 of fla), runs that contain some, or names
-    of models on the hub, owner/name or owner/name@revision."""
+    """Checkpoints (ours, those of transformers, and those of fla that `halflife convert` reads), runs that contain
+    some, or names of models on the hub, owner/name or owner/name@revision."""
     text: tuple[Path, ...] = ()
     """Files that the models read, one after the other. A file that ends in .gz is unpacked."""
     length: int = 2048
