@@ -86,6 +86,16 @@ def test_verdicts(horizons, words):
     assert diagnosis.verdict("m", hybrid, model) == re.sub("(heads|other layers)", r"\1 with a decay", said)
 
 
+def test_no_spectrum_has_a_reason(run, tmp_path, refused):
+    own = Allowed(["mamba2"], "", "", "", 2048, 0)
+    found = {"spectrum": "its tokenizer is missing", "forecast": "nothing to forecast: m: no text"}
+    said = diagnosis.findings({"m": own}, found)
+    assert said[0] == "m: There is no spectrum: its tokenizer is missing. Its state of one sequence takes 2 KiB."
+    (empty := tmp_path / "empty.txt").touch()
+    assert f"{empty} is empty" in refused("diagnose", str(run), "--text", str(empty), "--quiet")
+    assert "--longest" in refused("diagnose", str(run), "--longest", "0", "--quiet")
+
+
 def test_the_state_is_that_of_the_dtype_with_all_levels(tmp_path):
     config = preset("mamba2+log_linear", hidden_size=16, num_layers=1, num_heads=2, vocab_size=64)
     model = LanguageModel(config)

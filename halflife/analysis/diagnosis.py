@@ -12,7 +12,7 @@ import torch
 from halflife.analysis.forecast.reading import read, require_linear_memory
 from halflife.analysis.forecast.survey import measure_forecasts
 from halflife.analysis.foreign.recurrent import RecurrentModel
-from halflife.analysis.readable import layer_kinds
+from halflife.analysis.readable import TextIds, layer_kinds
 from halflife.analysis.records import Record
 from halflife.analysis.survey import find_models, load_readable, measure_models
 from halflife.evaluation.memory import layer_states, model_state_size
@@ -64,8 +64,13 @@ def diagnose(
     """Measure spectra and forecasts of every model that allows them, see `measure_models` and `measure_forecasts`.
 
     `longest` is the longest lag of the forecasts, in training lengths. Spectra are measured on sequences of `length`
-    tokens. Return "spectrum" and "forecast": the results as dicts, or the reason why no model has one.
+    tokens. Return "spectrum" and "forecast": the results as dicts, or the reason why no model has one. What no model can
+    be asked, such as an empty text, is a ValueError.
     """
+    if longest < 1:
+        raise ValueError(f"the longest lag (--longest) is at least 1 training length; got {longest}")
+    if text:
+        TextIds(text, None, length, 1)
     found: dict[str, Any] = {}
     for name, measure in (
         ("spectrum", lambda: measure_models(folders, text, length=length, **options)),

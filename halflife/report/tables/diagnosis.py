@@ -23,11 +23,13 @@ def allowed_lines(allowed: Mapping[str, Allowed]) -> Iterator[str]:
         yield f"{label} ({kinds}): {answers}."
 
 
-def verdict(label: str, allowed: Allowed, spectrum: Mapping[str, Any] | None) -> str:
-    """Say how the layers of a model forget, and how much memory it needs."""
+def verdict(label: str, allowed: Allowed, spectrum: Mapping[str, Any] | None, reason: str = "") -> str:
+    """Say how the layers of a model forget, or the `reason` against a spectrum, and how much memory it needs."""
     found = spectrum["layers"] if spectrum else []
     some = " with a decay" if len(found) < len(allowed.mixers) else ""
-    parts = [_of_layers(spectrum, some) if spectrum and found else "No layer has a decay that can be read."]
+    none = f"There is no spectrum: {reason}." if reason and not allowed.spectrum else ""
+    none = none or "No layer has a decay that can be read."
+    parts = [_of_layers(spectrum, some) if spectrum and found else none]
     if allowed.state_bytes is not None:
         grows = f", and {format_bytes(allowed.token_bytes)} more with each token" if allowed.token_bytes else ""
         parts.append(f"Its state of one sequence takes {format_bytes(allowed.state_bytes)}{grows}.")
@@ -63,8 +65,9 @@ def _tokens(number: float, longest: int | None = None) -> str:
 
 def findings(allowed: Mapping[str, Allowed], found: Mapping[str, Any]) -> list[str]:
     """All sentences about the models."""
-    spectra = {} if isinstance(found["spectrum"], str) else {one["model"]: one for one in found["spectrum"]["models"]}
-    said: Sequence[str] = [verdict(label, one, spectra.get(label)) for label, one in allowed.items()]
+    reason = found["spectrum"] if isinstance(found["spectrum"], str) else ""
+    spectra = {} if reason else {one["model"]: one for one in found["spectrum"]["models"]}
+    said: Sequence[str] = [verdict(label, one, spectra.get(label), reason) for label, one in allowed.items()]
     forecast = found["forecast"]
     whole = isinstance(forecast, str)
     refused = {label: one.forecast for label, one in allowed.items() if one.forecast} if whole else forecast["refused"]
