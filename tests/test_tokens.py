@@ -1,8 +1,11 @@
 """Tokenizers of bytes and of Hugging Face, with one protocol."""
 
+import types
+
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
 from helpers import assert_raises
 
 from halflife.cli import main
@@ -10,6 +13,7 @@ from halflife.data.tokenizers import (
     KINDS,
     ByteTokenizer,
     HuggingFaceTokenizer,
+    check_ids,
     check_vocabulary,
     load_tokenizer,
     read_ids,
@@ -176,3 +180,9 @@ def test_tokenizers_that_cannot_be_trained(tmp_path, capsys):
         main(["tokenizer", str(file), "--output", str(tmp_path)])
     assert stop.value.code == 2
     assert "is not empty; choose another --output" in capsys.readouterr().err
+
+
+def test_a_model_without_its_tokenizer_asks_for_it_in_its_folder():
+    """`forecast` and `diagnose` have no option for it."""
+    config = types.SimpleNamespace(name="mamba2", vocab_size=300)
+    assert_raises(ValueError, "put its tokenizer into its folder", check_ids, config, torch.zeros(1, 2), None)

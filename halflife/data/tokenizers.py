@@ -285,7 +285,7 @@ def check_ids(config: Any, ids: Tensor, tokenizer: str | None) -> None:
     if tokenizer in (None, "bytes") and config.vocab_size != BYTE_VOCABULARY:
         raise ValueError(
             f"{config.name} has a vocabulary of {config.vocab_size:,}, and bytes are {BYTE_VOCABULARY}: "
-            "give its tokenizer with --tokenizer NAME_OR_PATH"
+            "put its tokenizer into its folder, or name it with --tokenizer where the command has this option"
         )
     if (largest := int(ids.max())) >= config.vocab_size:
         raise ValueError(
