@@ -286,3 +286,11 @@ def test_the_help_names_every_kind(capsys):
     words = set(re.findall(r"\w+", capsys.readouterr().out))
     mixers = [SOURCES[name].mixer or name for name in SOURCES if SOURCES[name].library == "fla"]
     assert {*SOURCES, *mixers} <= words
+
+
+def test_the_folder_of_a_comparison_names_one_of_its_models(tmp_path):
+    (run := tmp_path / "runs" / "retnet" / "lr0.01-seed0").mkdir(parents=True)
+    (tmp_path / "runs" / "config.json").write_text('{"models": ["retnet"]}')
+    (run / "model.safetensors").touch()
+    assert_raises(ValueError, f"such as {run}", load_any, tmp_path / "runs")
+    assert_raises(ValueError, f"such as {run}", convert, tmp_path / "runs", tmp_path / "out")

@@ -47,6 +47,18 @@ def is_ours(config: Any) -> bool:
     return isinstance(config, dict) and ("format" in config or config.get("model_type") == "halflife")
 
 
+def runs_below(folder: Path) -> list[Path]:
+    """The folders of the models of a comparison, none of another folder."""
+    return sorted(weights.parent for weights in folder.glob(f"*/*/{WEIGHTS}"))
+
+
+def no_checkpoint(folder: Path) -> ValueError:
+    """The error for a folder whose `config.json` describes no model; of a comparison it names one of the runs."""
+    runs = runs_below(folder)
+    why = f"its models are in folders below it, such as {runs[0]}" if runs else f"its {CONFIG_JSON} names no format"
+    return ValueError(f"{folder} holds no checkpoint of halflife: {why}")
+
+
 def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
     """Return the model that `save`, or `save_pretrained` of a halflife model, wrote into `folder`.
 
@@ -57,7 +69,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
     if not is_ours(config):
-        raise ValueError(f"{folder} holds no checkpoint of halflife: its config.json names no format")
+        raise no_checkpoint(folder)
     if config.get("format", FORMAT) != FORMAT:
         raise ValueError(f"{folder} holds a checkpoint of format {config['format']}; this version reads {FORMAT}")
     if not isinstance(config.get("model"), dict):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from halflife.files import CONFIG_JSON, RESULT_JSON, WEIGHTS, read_json, read_json_object
-from halflife.models.checkpoint import is_ours, load
+from halflife.models.checkpoint import is_ours, load, runs_below
 from halflife.models.config import ModelConfig
 from halflife.models.convert import MIXERS, SOURCES, assemble
 from halflife.models.lm import LanguageModel
@@ -33,7 +33,7 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
-    if not isinstance(config, dict) or is_ours(config):
+    if not isinstance(config, dict) or is_ours(config) or ("model_type" not in config and runs_below(folder)):
         return load(folder, device)
     kind = str(config.get("model_type", "model without a model_type"))
     if kind not in SOURCES:

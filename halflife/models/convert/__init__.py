@@ -89,6 +89,8 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife") -> 
         return _with_tokenizer(source, checkpoint.save(checkpoint.load(source), target, config.get("tokenizer")))
     if kind in MIXERS and kind not in SOURCES:
         raise ValueError(f"a {kind} has layers that halflife lacks; `halflife look` and `spectrum` read it in place")
+    if "model_type" not in config and checkpoint.runs_below(source):
+        raise checkpoint.no_checkpoint(source)
     model = assemble(*SOURCES[kind](config, Checkpoint(source)))
     return _with_tokenizer(source, checkpoint.save(model, target))
 
