@@ -541,6 +541,7 @@ def test_a_sample_begins_with_one_document(text, tmp_path, monkeypatch):
     (["--schedule", "step"], "cosine"),
     (["--size", "huge"], "decay-160m"),
     (["--documents", "shuffled"], "packed"),
+    (["--documents", "continued"], "Choose from: packed, concatenated"),
     (["--data", "nowhere.txt"], "nowhere.txt"),
     (["--tokenizer", "nowhere"], "tokenizer"),
     (["--context", "100000"], "fewer than"),

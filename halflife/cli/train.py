@@ -225,12 +225,13 @@ class Train:
         from halflife.lab.experiments import train as language
         from halflife.lab.experiments.overrides import apply_overrides
         from halflife.lab.experiments.values import convert, parse_count
-        from halflife.registry import check_least
+        from halflife.registry import check_choice, check_least
 
         text, recipe, shape = self.text, options_of(self.recipe), options_of(self.shape)
         batch_size, size = self.recipe.batch_size, shape.pop("size")
         if text.carry_state and text.documents != "concatenated":
             raise ValueError("--carry-state needs --documents concatenated: the state crosses documents, too")
+        check_choice("mode of --documents", text.documents, ("packed", "concatenated"))
         check_least(batch_size=batch_size, context=text.context)
         tokens, sizes = parse_count(text.tokens), {} if size else {"num_layers": 6}
         if (steps := overrides.pop("training.steps", None)) is not None:
