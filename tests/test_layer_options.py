@@ -52,6 +52,7 @@ POST = {"train_length": 16}
     ("liner", {}, "Did you mean 'linear'"),
     ("linear", {"num_heads": 5}, "num_heads must divide hidden_size"),
     ("attention", {"num_heads": 5}, "num_heads must divide hidden_size"),
+    ("mamba2", {"num_heads": 5}, "num_heads must divide 2 times hidden_size; got 5 and 64"),
     ("attention", {"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and"),
     ("mamba2", {"num_groups": 3}, "num_groups must divide num_heads"),
     ("mamba2", {"decay": "simple"}, "design-space block"),

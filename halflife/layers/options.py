@@ -33,7 +33,8 @@ class Place:
         """
         width = expand * self.hidden_size
         if self.num_heads < 1 or width % self.num_heads:
-            raise ValueError(f"num_heads must divide hidden_size; got {self.num_heads} and {width}")
+            whole = "hidden_size" if expand == 1 else f"{expand} times hidden_size"
+            raise ValueError(f"num_heads must divide {whole}; got {self.num_heads} and {width}")
         return width // self.num_heads
 
 
