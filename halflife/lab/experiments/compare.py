@@ -184,6 +184,8 @@ def create_comparison(
         ValueError: as `plan_comparison`, or the data cannot be read.
         FileExistsError: `output` holds a comparison already.
     """
+    if name is not None and output is not None:
+        raise ValueError(f"--output is the whole folder, and --name a part of its default; leave out --name {name}")
     plan = plan_comparison(models, **choices)
     settings = plan.experiment.open_data(plan.settings)
     config = {
