@@ -190,8 +190,10 @@ class Experiment:
         """The settings of a scale with some of them replaced; an unknown scale or setting is a ValueError."""
         check_choice("scale", scale, self.scales)
         known = [field.name for field in dataclasses.fields(self.settings)]
-        for name in changes:
-            check_choice("setting of this experiment", name, known)
+        if others := [name for name in changes if name not in known]:
+            raise ValueError(
+                f"{others[0]!r} is a setting of other tasks or experiments, or of none; here are {', '.join(known)}"
+            )
         return dataclasses.replace(self.scales[scale], **changes)
 
 
