@@ -217,7 +217,9 @@ def test_dry_runs_write_nothing(tmp_path, monkeypatch, capsys, refused):
     refuse = refused("compare", "gla", "--task", "mqar", "--micro-batch-size", "2", "--dry-run")
     assert "experiments on text" in refuse
     main(["compare", "mamba2", "--task", "mqar", "--steps", "7", "--dry-run"])
-    assert f"{7 * 128 * 32:,}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{7 * 128 * 32:,}" in printed
+    assert "micro-batch" not in printed
     train = ["train", "gla", "--data", "hf:owner/name", "--tokens", "4M", "--dry-run"]
     main([*train, "--size", "decay-160m", "--tokenizer", "owner/tokenizer"])
     assert "vocab_size: 50432" in capsys.readouterr().out

@@ -247,7 +247,7 @@ class Compare:
         # A whole number of 0 stands for a value that is elsewhere, such as the width of `size`.
         chosen = {k: x for k, x in dataclasses.asdict(plan.settings).items() if type(x) is not int or x}
         settings = {f"{plan.label}, {plan.scale}": chosen, "models": models, "learning rates": rates}
-        print_needs(settings, needs, plan.settings.bf16)
+        print_needs(settings, needs, plan.settings.bf16, plan.experiment.measure == "loss")
         if self.place.gpus is not None:
             for cell in {cell.model: cell for cell in plan.cells()}.values():
                 config = plan.configure(cell)

@@ -24,11 +24,13 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple[Estimate, int]], bf16: bool) -> None:
+def print_needs(
+    settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple[Estimate, int]], bf16: bool, on_text: bool = True
+) -> None:
     """Print settings, and a row for each model with what one of its runs needs.
 
     Settings are title → name → value, and needs are those of one run with the number of runs. With `bf16`, the runs
-    compute matrix products in bfloat16.
+    compute matrix products in bfloat16. Runs that are not `on_text` have no micro-batches.
     """
     rate = gemm_rate(training_device(), torch.bfloat16 if bf16 else torch.float32, of=max)
     for title, values in settings.items():
@@ -51,7 +53,9 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     rows = ", ".join(f"{count:,}" for count in dict.fromkeys(need.rows for need, _ in needs))
     note = (
         f"at least: the time at {rate:.3g} FLOP/s, which this machine reaches in {arithmetic} matrix products.\n"
-        f"activations: what the forward pass of {rows} sequences saves. --micro-batch-size holds fewer at once."
+        f"activations: what the forward pass of {rows} sequences saves."
+        + on_text
+        * " --micro-batch-size holds fewer at once."
     )
     show(Table(HEADINGS, [*table, styled("bold", *cells)], note, "needs"))
 
