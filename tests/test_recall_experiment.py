@@ -9,6 +9,7 @@ import torch
 from helpers import assert_raises, cases
 
 from halflife import decay
+from halflife.cli.compare import _next_commands
 from halflife.lab.experiments import EXPERIMENTS, compare, echo
 from halflife.lab.experiments.echo import TABLE_2, TABLE_3, VARIANTS, variant
 from halflife.lab.experiments.recall import grid, recall_model
@@ -288,3 +289,9 @@ def test_retnet_has_the_decays_that_post_ran_it_with():
         assert options == {"num_heads": heads, "decay": "retnet_paper"}
     rates = decay.build("retnet_paper", num_heads=8, head_dim=64, granularity="scalar").rates()
     assert (-rates).exp().tolist() == pytest.approx([1 - 2.0 ** (-5 - j) for j in range(8)])
+
+
+@pytest.mark.parametrize(("task", "has_forecast"), [("mqar", True), ("niah", True), ("sysprompt", False)])
+def test_only_tasks_with_a_forecast_are_told_of_it(task, has_forecast):
+    plan = compare.plan_comparison(["mamba2"], tasks=[task])
+    assert ("halflife forecast runs/x" in _next_commands(Path("runs/x"), plan)) == has_forecast

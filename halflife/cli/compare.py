@@ -18,6 +18,7 @@ from halflife.cli.options import EXIT_PARTLY_FAILED, check_job, command_line, re
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
+    from halflife.lab.experiments.compare import Comparison
     from halflife.runs.sweep import Runner
 
 EXTENSION = ("models", "lr", "seeds")  # what may be added to a comparison with --resume
@@ -198,7 +199,7 @@ class Compare:
         if rows:
             say(f"report: {folder / REPORT_HTML}")
             if comparison.experiment.measure != "loss":
-                say(_next_commands(folder))
+                say(_next_commands(folder, comparison))
         self._report_failures(rows, failed)
 
     def _runner(self) -> Runner:
@@ -274,12 +275,17 @@ class Compare:
         }  # fmt: skip
 
 
-def _next_commands(folder: Path) -> str:
+def _next_commands(folder: Path, comparison: Comparison) -> str:
+    """What to type next. Only models that were validated on a task of recall have a forecast."""
+    from halflife.analysis.forecast.survey import RECALL_TASKS
+
     place = shlex.quote(str(folder))
     commands = {
         f"halflife look {place}": "see what a model keeps of a sequence, and what it reads",
         f"halflife diagnose {place}": "be told why each model forgets",
-        f"halflife forecast {place}": "know how far each will recall",
     }
+    validated = [spec for cell in comparison.cells() for spec in getattr(comparison.configure(cell), "validation", ())]
+    if any(spec["name"] in RECALL_TASKS for spec in validated):
+        commands[f"halflife forecast {place}"] = "know how far each will recall"
     width = max(map(len, commands))
     return "\n".join(["next:", *(f"  {command:<{width}}  {purpose}" for command, purpose in commands.items())])
