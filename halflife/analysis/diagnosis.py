@@ -64,8 +64,8 @@ def diagnose(
     """Measure spectra and forecasts of every model that allows them, see `measure_models` and `measure_forecasts`.
 
     `longest` is the longest lag of the forecasts, in training lengths. Spectra are measured on sequences of `length`
-    tokens. Return "spectrum" and "forecast": the results as dicts, or the reason why no model has one. What no model can
-    be asked, such as an empty text, is a ValueError.
+    tokens. Return "spectrum" and "forecast": the results as dicts, or the reason why no model has one. A text that no
+    model can read is a ValueError.
     """
     if longest < 1:
         raise ValueError(f"the longest lag (--longest) is at least 1 training length; got {longest}")
