@@ -13,6 +13,7 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.cli.train import Shape, Start, Text, Train
 from halflife.models import checkpoint
+from halflife.data.hub import no_model
 from halflife.training.start import freeze, load_start, local_folder, start_of
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
@@ -51,6 +52,7 @@ def test_what_load_start_refuses(tmp_path):
     assert_raises(FileNotFoundError, "there is no folder", local_folder, str(tmp_path / "missing"))
     with pytest.raises(ConnectionError, match="there is no folder nobody/no-model, and the hub cannot be asked for it"):
         local_folder("nobody/no-model")
+    assert str(no_model("a/b", "no answer\nof the hub " * 20)).endswith(("answer …", "no …", "of …", "the …", "hub …"))
 
 
 def test_freeze():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ def unreachable(name: str, revision: str | None) -> str | None:
 
 def no_model(source: str | Path, reason: str) -> ConnectionError:
     """The error for a model that is neither a folder nor, because the hub does not answer, a model of the hub."""
+    reason = textwrap.shorten(reason, 200, placeholder=" …")
     return ConnectionError(f"there is no folder {source}, and the hub cannot be asked for it: {reason}")
 
 

@@ -34,7 +34,7 @@ def local_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(found[0], revision=found[1], allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the HTTP library of the client may raise anything
-        raise no_model(source, " ".join(str(error).split())[:200]) from error
+        raise no_model(source, str(error)) from error
 
 
 def start_of(source: str, vocab_size: int) -> tuple[ModelConfig, str, str, int]:
