@@ -317,6 +317,9 @@ def test_command(run, capsys):
     printed = capsys.readouterr().out
     assert "left out: llama: no forecast for llama" in printed
     assert "forecast.json" in printed
+    with pytest.warns(UserWarning, match="--text was not read"):
+        main(["forecast", str(run), "--longest", "4", "--examples", "4", "--quiet", "--text", str(run / "x")])
+    capsys.readouterr()
     result = tables.read_forecasts(run / "forecast" / "forecast.json")
     (row,) = result["models"]
     assert (row["model"], row["seed"], row["train_length"]) == ("mamba2", 3, 16)

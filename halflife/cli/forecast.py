@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,5 +89,7 @@ class Forecast:
         files = write_forecasts(result, output)
         for figure in forecast_figures(result):
             files += save(figure, output)
+        if self.text and not result["texts"]:
+            warnings.warn("--text was not read: no model here was trained on text", stacklevel=2)
         print_forecasts(result, self.details)
         print(f"written to {output}: {', '.join(file.name for file in files)}")
