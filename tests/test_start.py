@@ -52,7 +52,7 @@ def test_what_load_start_refuses(tmp_path):
     assert_raises(FileNotFoundError, "there is no folder", local_folder, str(tmp_path / "missing"))
     with pytest.raises(ConnectionError, match="there is no folder nobody/no-model, and the hub cannot be asked for it"):
         local_folder("nobody/no-model")
-    assert str(no_model("a/b", "no answer\nof the hub " * 20)).endswith(("answer …", "no …", "of …", "the …", "hub …"))
+    assert str(no_model("a/b", "no answer\nof the hub " * 20)).endswith(" …")
 
 
 def test_freeze():
