@@ -251,3 +251,9 @@ def test_the_start_of_a_text(inputs):
     ids = torch.frombuffer(bytearray(text()[:4096]), dtype=torch.uint8)
     assert found["tokens"] == 4096
     assert found["sequences"]["bits"]["exponent"] == pytest.approx(correlations.power_law(ids)["exponent"], rel=1e-9)
+
+
+def test_a_table_explains_its_columns():
+    data = {"ends": (1e-3, 1), "length": 1000, "positions": [16], "errors": {"adapted": [0.1], "as run": [0.2]}}
+    (table,) = TABLES["positions"]([data])
+    assert all(f"{heading}: " in table.note for heading in data["errors"])

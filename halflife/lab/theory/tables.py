@@ -53,6 +53,7 @@ def _positions(data: list[dict[str, Any]]) -> Iterator[Table]:
         yield Table(
             ("t", *errors),
             [(f"{t:,}", *map(small, row)) for t, *row in zip(spectrum["positions"], *errors.values(), strict=True)],
+            "adapted: with the rates of Theorem 4.11 at t. as run: each step has the rates of its own position.",
             title=f"error on 1 … t, rates from {low * spectrum['length']:.3g}/T to {high:.3g}",
         )
 
