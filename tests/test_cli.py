@@ -65,6 +65,11 @@ def test_an_option_that_nothing_would_read_is_refused(arguments, message, capsys
     assert message in capsys.readouterr().err
 
 
+def test_the_options_of_a_model_say_that_commands_have_other_recipes(capsys):
+    main(["list", "mamba2"])
+    assert "`train` and experiments have recipes of their own" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_warning_is_one_line_without_a_path(monkeypatch, capsys):
     def run(self):
         print(warnings.formatwarning("the slow state stays empty", UserWarning, __file__, 1), end="")

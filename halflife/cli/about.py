@@ -45,7 +45,8 @@ def _print_options(model: str) -> None:
     print_options({name: [row for row in rows if row[0] not in given] for name, rows in groups.items()})
     print("""\
 Set them with --set, as in: halflife train MODEL --set mixer.conv_size=3. In Python, `halflife.preset` takes
-`mixer_options`, `hybrid` and the options of the group model.""")
+`mixer_options`, `hybrid` and the options of the group model. `train` and experiments have recipes of their own in
+the place of the values of training.""")
 
 
 @dataclass(frozen=True)
