@@ -12,8 +12,8 @@ from tiny_runs import interrupt_after
 from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.cli.train import Shape, Start, Text, Train
-from halflife.models import checkpoint
 from halflife.data.hub import no_model
+from halflife.models import checkpoint
 from halflife.training.start import freeze, load_start, local_folder, start_of
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
