@@ -36,7 +36,7 @@ examples:
   halflife serve my-checkpoint --port 8000
   halflife export my-checkpoint --onnx my-graphs
   halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
-  halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
+  halflife spectrum my-checkpoint --text book.txt
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
   halflife throughput mamba2 mamba2+gate_rank llama --lengths 1024 4096 16384
   halflife look my-checkpoint --text book.txt

@@ -26,7 +26,7 @@ class Spectrum:
     Writes report.html, decays.json, decays.csv, spectrum*.png, and with a text decays.png and koopman.*.
 
     examples:
-      halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
+      halflife spectrum runs/20260101-120000-mqar-smoke
       halflife spectrum my-checkpoint another --text book.txt.gz --length 4096 --heads --output decays
       halflife spectrum mamba2-130m-hf --train-length 2048
       halflife spectrum Qwen/Qwen3.5-0.8B --text book.txt --length 4096 --sequences 1
