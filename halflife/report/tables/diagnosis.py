@@ -66,7 +66,7 @@ def _tokens(number: float, longest: int | None = None) -> str:
 def findings(allowed: Mapping[str, Allowed], found: Mapping[str, Any]) -> list[str]:
     """All sentences about the models."""
     reason = found["spectrum"] if isinstance(found["spectrum"], str) else ""
-    spectra = {} if reason else {one["model"]: one for one in found["spectrum"]["models"]}
+    spectra = {} if isinstance(found["spectrum"], str) else {one["model"]: one for one in found["spectrum"]["models"]}
     said: Sequence[str] = [verdict(label, one, spectra.get(label), reason) for label, one in allowed.items()]
     forecast = found["forecast"]
     whole = isinstance(forecast, str)
