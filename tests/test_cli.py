@@ -224,14 +224,18 @@ def configured(command):
 
 
 def test_a_file_has_any_option_and_the_command_line_wins(text):
-    written = {**TRAIN, "lr": 1e-2, "set": {"post": {"reference_length": 8}, "training.clip": 2, "post.beta": 0.4}}
+    written = {
+        **TRAIN,
+        "lr": 1e-2,
+        "set": {"post": {"reference_length": 8}, "training.clip": 2, "post.last_position": 40},
+    }
     (text / "run.yaml").write_text(yaml.safe_dump(written))
     (text / "run.json").write_text(json.dumps({**TRAIN, "set": ["post.reference_length=8"]}))
     command = read_command(["train", "--config", "run.yaml", "--lr", "3e-3", "--set", "post.reference_length=16"])
     assert (command.model, command.text.data) == ("mamba2+post", ("text",))
     assert (command.recipe.batch_size, command.recipe.lr) == (4, 3e-3)
     run = configured(command)
-    post = {"train_length": 32, "reference_length": 16, "beta": 0.4}
+    post = {"train_length": 32, "reference_length": 16, "last_position": 40}
     assert run.model.mixer_options == {"num_heads": 2, "post": post}
     assert (run.learning_rate, run.clip, run.steps) == (3e-3, 2, 8)
     assert read_command(["train", "gla", "--config", "run.json"]).model == "gla"
