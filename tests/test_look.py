@@ -255,6 +255,18 @@ def test_mamba3_writes_into_the_fast_state_after_the_reset_of_the_next_token():
         assert head.horizon < 15
 
 
+def test_what_the_forget_gate_leaves_weighs_keys_that_no_query_prefers():
+    model, found = tiny("fox"), {}
+    mixer = model.blocks[0].mixer
+    with torch.no_grad():
+        mixer.qkv_proj.weight[: mixer.splits[0]] = 0
+    observe(model, torch.randint(0, 64, (20,)), lambda place, reading: found.update({place: reading}))
+    reading, at = found[Place(0)].of([1]), torch.arange(20)
+    left = reading.left(at, at)
+    torch.testing.assert_close(left / left.sum(-1, keepdim=True), reading.weights(), rtol=0, atol=EXACT)
+    assert left[0, -1, 0] < 1e-3
+
+
 def test_a_window_forgets_at_once():
     model, found = tiny("llama", mixer_options={"window": 4}), {}
     observe(model, torch.randint(0, 64, (10,)), lambda place, reading: found.update({place: reading}))

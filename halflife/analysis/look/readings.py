@@ -184,7 +184,7 @@ def faded(g: Tensor | None, heads: int, columns: Tensor, cursors: Tensor) -> Ten
 
 
 class AttentionReading(Reading):
-    """The reading of a layer of softmax attention, whose cache keeps all tokens of its window.
+    """The reading of a layer of softmax attention, whose cache keeps all tokens of its window, with decays in FoX.
 
     Args:
         mixer: the layer.
@@ -233,9 +233,11 @@ class AttentionReading(Reading):
         return torch.stack(rows)
 
     def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
+        forget = self.given[1].get("forget")  # log-decays, which lower the scores of earlier keys
+        g = None if forget is None else forget[:, -self.tokens :, list(self.chosen)]
         age = cursors.unsqueeze(-1) - columns
-        kept = (age >= 0) if self.mixer.window is None else (age >= 0) & (age < self.mixer.window)
-        return kept.double().expand(self.heads, -1, -1)
+        outside = torch.zeros_like(age).bool() if self.mixer.window is None else age >= self.mixer.window
+        return faded(g, self.heads, columns, cursors).masked_fill(outside, 0.0)
 
 
 def faded_by_two(g_slow: Tensor, g_fast: Tensor, columns: Tensor, cursors: Tensor, entry: int = 0) -> Tensor:
