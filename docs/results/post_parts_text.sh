@@ -49,6 +49,9 @@ halflife compare retnet:static --experiment post-taken-apart-text --scale small 
 halflife compare retnet:static --experiment post-taken-apart-text --scale small --seeds 1 --lr 4e-3 --set training.bf16=false
 halflife compare retnet:trained retnet:geometric-trained retnet:geometric --experiment post-taken-apart-text --scale small --seeds 3 --tune-seeds 1 \
     --lr 1e-3 5e-4 2e-3 --set training.bf16=false
+halflife compare retnet retnet:post retnet:trained retnet:geometric --experiment post-taken-apart-text --scale small --seeds 5 --only-seeds 3 4 \
+    --lr 1e-3 --set training.bf16=false
+halflife compare retnet:static --experiment post-taken-apart-text --scale small --seeds 5 --only-seeds 3 4 --lr 2e-3 --set training.bf16=false
 halflife compare gla+post_released gated_deltanet+post_released rwkv7+post_released --experiment post-taken-apart-text --scale small \
     --seeds 3 --tune-seeds 1 --set training.bf16=false
 halflife compare rwkv7+post_released --experiment post-taken-apart-text --scale small --seeds 1 --lr 4e-3 --set training.bf16=false
