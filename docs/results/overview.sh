@@ -75,6 +75,7 @@ halflife compare retnet+post --experiment overview --scale small --seeds 3 --onl
 halflife compare deltaproduct --experiment overview --scale small --seeds 3 --only-seeds 1 2 --lr 0.003
 halflife compare mamba3 --experiment overview --scale small --seeds 5 --tune-seeds 1 --output runs/overview_mamba3
 halflife compare mamba3 --experiment overview --scale small --seeds 1 --lr 3e-4
+halflife compare mamba3_mimo --experiment overview --scale small --seeds 3 --tune-seeds 1 --output runs/overview_mimo_chosen
 halflife compare mamba2+post_released --experiment overview --scale small --seeds 5 --tune-seeds 1 --output runs/overview_released
 python docs/overview.py runs/overview* runs/overview*/text
 halflife compare gated_deltanet --experiment overview --scale small --seeds 3 --tune-seeds 1 --lr 1e-2 3e-3 3e-2 \
