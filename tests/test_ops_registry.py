@@ -121,7 +121,9 @@ def call(op, variant, tensors, states, backend):
         )  # fmt: skip
     settings = OPS[op].settings
     if not OPS[op].state:
-        return run_pass(op, backend, [tensors.get(name) for name in OPS[op].tensors], *settings.values()), {}
+        found = run_pass(op, backend, [tensors.get(name) for name in OPS[op].tensors], *settings.values())
+        o, *others = found if isinstance(found, tuple) else (found,)
+        return o, {f"output {i}": x for i, x in enumerate(others, 1)}
     if op == "ridge_attention":
         settings = {"iterations": 24, "tolerance": 1e-16}
     initial = tuple(states.values()) if len(states) > 1 else next(iter(states.values()))
