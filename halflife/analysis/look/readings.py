@@ -235,9 +235,10 @@ class AttentionReading(Reading):
     def left(self, columns: Tensor, cursors: Tensor) -> Tensor:
         forget = self.given[1].get("forget")  # log-decays, which lower the scores of earlier keys
         g = None if forget is None else forget[:, -self.tokens :, list(self.chosen)]
-        age = cursors.unsqueeze(-1) - columns
-        outside = torch.zeros_like(age).bool() if self.mixer.window is None else age >= self.mixer.window
-        return faded(g, self.heads, columns, cursors).masked_fill(outside, 0.0)
+        kept = faded(g, self.heads, columns, cursors)
+        if self.mixer.window is None:
+            return kept
+        return kept.masked_fill(cursors.unsqueeze(-1) - columns >= self.mixer.window, 0.0)
 
 
 def faded_by_two(g_slow: Tensor, g_fast: Tensor, columns: Tensor, cursors: Tensor, entry: int = 0) -> Tensor:

@@ -131,6 +131,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _with_tokenizer(source: Path, target: Path) -> Path:
+    """Copy the tokenizer into the folder `target`, and what says where a text ends; return `target`."""
     for name in (*TOKENIZER, GENERATION):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -1,4 +1,4 @@
-"""How tokens are cut into chunks, and how blocks of chunks are copied out of `[B, T, H, D]` and back.
+"""How tokens are cut into chunks, how blocks of chunks are copied out of `[B, T, H, D]` and back; running angles.
 
 Tensors inside a block are `[B, H, n, C, D]`. Each packed sequence starts at a new chunk, so that no product mixes two
 sequences.

@@ -1,8 +1,9 @@
 """Passes of Mamba-3's layers: running angles, weights of the trapezoidal rule, queries with keys, outputs, and MIMO.
 
 Each is an expression of torch, and one launch on a CUDA device (`angles.py`, `weights.py` and `trapezoid.py` in
-`backends/triton/passes`, and `backends/triton/mimo`). `packing` says where sequences lie (None: in rows), and a `first`
-tensor is what the state kept of the token before each of them (None: zeros).
+`backends/triton/passes`, and `backends/triton/mimo`). All but the first two have native kernels too. `packing` says
+where sequences lie (None: in rows), and a `first` tensor is what the state kept of the token before each of them (None:
+zeros).
 """
 
 from __future__ import annotations
@@ -184,6 +185,13 @@ def _output(o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None
     return y if z is None else y * F.silu(z.to(y.dtype))
 
 
+def _native_output(
+    o: Tensor, v: Tensor, dot: Tensor, gain: Tensor, skip: Tensor | None, z: Tensor | None
+) -> Tensor:  # fmt: skip
+    skip, z = None if skip is None else skip.float(), None if z is None else z.to(o.dtype)
+    return native.op("trapezoid_output")(o, v, dot.float(), gain.float(), skip, z)
+
+
 def mimo_products(
     q: Tensor, k: Tensor, before: Tensor, weight: Tensor, gain: Tensor, skip: Tensor, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -299,8 +307,8 @@ def _launch(name: str, count: int, *given: Any) -> tuple[Tensor, ...]:
     return tuple(triton.custom_op(name)(*given[:count], bounds, *settings))
 
 
-def _native(name: str, count: int, *given: Tensor | None) -> Any:
-    return native.op(name)(*given[:count], *(x.float() for x in given[count:] if x is not None))
+def _native(name: str, count: int, *given: Tensor) -> Any:
+    return native.op(name)(*given[:count], *(x.float() for x in given[count:]))
 
 
 for _op, _expression, _count in (("running_angles", _angles, 3), ("trapezoid_weights", _weights, 4)):
@@ -309,10 +317,12 @@ implements_pass(
     "trapezoid_keys", _keys, native=(partial(_keys, make=_native_keys), native.why_not_matrices(2)),
     triton=(partial(_launch, "trapezoid_keys", 10), _why_not),
 )  # fmt: skip
-for _op, _expression, _matrices, _wide in (  # the kernel of the output makes its numbers wide itself
-    ("trapezoid_output", _output, 2, 6), ("mimo_products", _mimo_products, 3, 3), ("mimo_output", _mimo_output, 4, 4)
-):  # fmt: skip
+implements_pass(
+    "trapezoid_output", _output, native=(_native_output, native.why_not_matrices(2)),
+    triton=(partial(launch, "trapezoid_output"), _why_not),
+)  # fmt: skip
+for _op, _expression, _count in (("mimo_products", _mimo_products, 3), ("mimo_output", _mimo_output, 4)):
     implements_pass(
-        _op, _expression, native=(partial(_native, _op, _wide), native.why_not_matrices(_matrices)),
+        _op, _expression, native=(partial(_native, _op, _count), native.why_not_matrices(_count)),
         triton=(partial(launch, _op), _why_not),
     )  # fmt: skip

@@ -27,8 +27,9 @@ def verdict(label: str, allowed: Allowed, spectrum: Mapping[str, Any] | None, re
     """Say how the layers of a model forget, or the `reason` against a spectrum, and how much memory it needs."""
     found = spectrum["layers"] if spectrum else []
     some = " with a decay" if len(found) < len(allowed.mixers) else ""
-    none = f"There is no spectrum: {reason}." if reason and not allowed.spectrum else ""
-    none = none or "No layer has a decay that can be read."
+    none = "No layer has a decay that can be read."
+    if reason and not allowed.spectrum:
+        none = f"There is no spectrum: {reason}."
     parts = [_of_layers(spectrum, some) if spectrum and found else none]
     if allowed.state_bytes is not None:
         grows = f", and {format_bytes(allowed.token_bytes)} more with each token" if allowed.token_bytes else ""

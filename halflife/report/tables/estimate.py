@@ -51,11 +51,10 @@ def print_needs(
     cells = ("all runs", f"{runs}", "", "", f"{tokens:,}", "", "", f"{total:.3g}", format_seconds(total / rate))
     arithmetic = "bfloat16" if bf16 else "float32"
     rows = ", ".join(f"{count:,}" for count in dict.fromkeys(need.rows for need, _ in needs))
+    fewer = " --micro-batch-size holds fewer at once." if on_text else ""
     note = (
         f"at least: the time at {rate:.3g} FLOP/s, which this machine reaches in {arithmetic} matrix products.\n"
-        f"activations: what the forward pass of {rows} sequences saves."
-        + on_text
-        * " --micro-batch-size holds fewer at once."
+        f"activations: what the forward pass of {rows} sequences saves.{fewer}"
     )
     show(Table(HEADINGS, [*table, styled("bold", *cells)], note, "needs"))
 

@@ -15,7 +15,6 @@ namespace halflife {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kTile = 256;  // channels of a tile
 constexpr int64_t kAlone = 1 << 14;  // entries that one thread does sooner than it would wake another
@@ -60,10 +59,7 @@ Call make_call(const Tensor& x, const Tensor& weight, const OptionalTensor& bias
   Call c{dense_rows(x), weight.to(at::kFloat).t().contiguous(),
          bias ? bias->to(at::kFloat).contiguous() : at::zeros({weight.size(0)}, weight.options().dtype(at::kFloat)),
          state.to(x.scalar_type()).contiguous()};
-  if (cu_seqlens) {
-    const Tensor bounds = cu_seqlens->to(at::kLong).contiguous();
-    c.bounds.assign(bounds.data_ptr<int64_t>(), bounds.data_ptr<int64_t>() + bounds.numel());
-  }
+  if (cu_seqlens) c.bounds = integers(*cu_seqlens);
   c.width = weight.size(1);
   c.channels = weight.size(0);
   c.sequences = state.size(0);
@@ -297,7 +293,7 @@ void run_backward(const Call& c, const Grads& g) {
 std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias, Tensor state,
                                    OptionalTensor cu_seqlens, bool activated) {
   const Call c = make_call(x, weight, bias, state, cu_seqlens, activated);
-  Tensor y = at::empty(x.sizes(), x.options()), final = at::empty(state.sizes(), x.options());
+  Tensor y = like(x), final = at::empty(state.sizes(), x.options());
   by_type(x, [&](auto entry) {
     run<decltype(entry)>(c, y);
     last_inputs<decltype(entry)>(c, final);
@@ -311,7 +307,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy, Tensor dfinal, Te
   const Call c = make_call(x, weight, bias, state, cu_seqlens, activated);
   int64_t pieces = 0;
   for (int64_t n = 0; n < c.sequences; n++) pieces += blocks(c.length(n));
-  const Grads g{dense_rows(dy), dfinal.contiguous(), at::empty(x.sizes(), x.options()),
+  const Grads g{dense_rows(dy), dfinal.contiguous(), like(x),
                 at::empty(state.sizes(), x.options()),
                 at::empty({pieces, (c.width + 1) * c.channels}, c.taps.options())};
   by_type(x, [&](auto entry) { run_backward<decltype(entry)>(c, g); });

@@ -76,28 +76,19 @@ inline Vec decay_and_add(Vec state, Vec kept, Vec change, Vec update) {
 
 // e^x for x ≤ 0, with an error of about one unit in the last place; exactly 0 below −87.
 inline Vec exp_nonpositive(Vec x) {
-#if defined(CPU_CAPABILITY_AVX512)
-  const __m512 v = x;
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);  // x − n ln 2, in two parts
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  using at::vec::fmadd;
+  const Vec n = (x * Vec(1.44269504f)).round();
+  const Vec r = fmadd(n, Vec(2.12194440e-4f), fmadd(n, Vec(-0.693359375f), x));  // x − n ln 2, in two parts
+  Vec p(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.f)));
-  const __mmask16 vanishes = _mm512_cmp_ps_mask(v, _mm512_set1_ps(-87.f), _CMP_LT_OQ);
+    p = fmadd(p, r, Vec(c));
+  p = fmadd(p * r, r, r + Vec(1.f));
+#if defined(CPU_CAPABILITY_AVX512)
+  const __mmask16 vanishes = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.f), _CMP_LT_OQ);
   return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), vanishes, _mm512_setzero_ps());
 #else
-  const __m256 v = x;
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(v, _mm256_set1_ps(1.44269504f)), 8);
-  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), v);
-  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-  __m256 p = _mm256_set1_ps(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
-  p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, _mm256_add_ps(r, _mm256_set1_ps(1.f)));
   const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_andnot_ps(_mm256_cmp_ps(v, _mm256_set1_ps(-87.f), _CMP_LT_OQ),
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.f), _CMP_LT_OQ),
                           _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
 #endif
 }

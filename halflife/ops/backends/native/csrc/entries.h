@@ -5,10 +5,22 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 #include "matrix.h"
 
 namespace halflife {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// An uninitialised tensor of the shape and the type of x, with dense rows.
+inline at::Tensor like(const at::Tensor& x) { return at::empty(x.sizes(), x.options()); }
+
+inline std::vector<int64_t> integers(const at::Tensor& x) {
+  const at::Tensor dense = x.to(at::kLong).contiguous();
+  return {dense.data_ptr<int64_t>(), dense.data_ptr<int64_t>() + dense.numel()};
+}
 
 constexpr int64_t kWidth = Vec::size();
 

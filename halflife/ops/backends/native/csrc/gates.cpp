@@ -15,7 +15,7 @@ using at::Tensor;
 // ------------------------------------------------------------------------------------------------ swiglu
 
 Tensor swiglu(Tensor a, Tensor b) {
-  Tensor y = at::empty(a.sizes(), a.options());
+  Tensor y = like(a);
   by_type(a, [&](auto entry) {
     using T = decltype(entry);
     const Rows2<T> first(a), second(b), out(y);
@@ -31,7 +31,7 @@ Tensor swiglu(Tensor a, Tensor b) {
 }
 
 std::tuple<Tensor, Tensor> swiglu_backward(Tensor dy, Tensor a, Tensor b) {
-  Tensor da = at::empty(a.sizes(), a.options()), db = at::empty(b.sizes(), b.options());
+  Tensor da = like(a), db = like(b);
   by_type(a, [&](auto entry) {
     using T = decltype(entry);
     const Rows2<T> grad(dy), first(a), second(b), dfirst(da), dsecond(db);
@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor> swiglu_backward(Tensor dy, Tensor a, Tensor b) {
 
 // x [tokens, H · V], s [tokens, H] in float32.
 Tensor scale_heads(Tensor x, Tensor s) {
-  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor y = like(x);
   by_type(x, [&](auto entry) {
     using T = decltype(entry);
     const Rows2<T> in(x), out(y);
@@ -71,7 +71,7 @@ Tensor scale_heads(Tensor x, Tensor s) {
 }
 
 std::tuple<Tensor, Tensor> scale_heads_backward(Tensor dy, Tensor x, Tensor s) {
-  Tensor dx = at::empty(x.sizes(), x.options()), ds = at::empty(s.sizes(), s.options());
+  Tensor dx = like(x), ds = like(s);
   by_type(x, [&](auto entry) {
     using T = decltype(entry);
     const Rows2<T> grad(dy), in(x), din(dx);
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> scale_heads_backward(Tensor dy, Tensor x, Tensor s) {
 
 // x [B, T, H, K]; cos, sin [B or 1, T, P] in float32. `sign` −1 turns back.
 Tensor rotate(Tensor x, Tensor cos, Tensor sin, double sign) {
-  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor y = like(x);
   const int64_t heads = x.size(2), size = x.size(3), pairs = cos.size(2), rows = x.size(0) * x.size(1);
   const Vec factor(static_cast<float>(sign));
   by_type(x, [&](auto entry) {

@@ -13,11 +13,6 @@ std::vector<float> floats(const Tensor& x) {
   return {dense.data_ptr<float>(), dense.data_ptr<float>() + dense.numel()};
 }
 
-std::vector<int64_t> integers(const Tensor& x) {
-  const Tensor dense = x.to(at::kLong).contiguous();
-  return {dense.data_ptr<int64_t>(), dense.data_ptr<int64_t>() + dense.numel()};
-}
-
 // Whether bfloat16 holds every number of x, a dense tensor of float32.
 bool fits_bfloat16(const Tensor& x) {
   const auto* bits = reinterpret_cast<const uint32_t*>(x.data_ptr<float>());
@@ -96,7 +91,6 @@ std::vector<Tensor> backward(Tensor q, Tensor k, Tensor v, at::TensorList memory
                            prefix);
   const std::vector<int64_t> first_borders = c.first_borders();
   const Memory given = make_memory(dfinal);
-  auto like = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
   const Tensor settings = at::empty({c.sequences, c.heads}, borders.options().dtype(at::kDouble));
   const Walk::Grads grads{like(q), like(k), like(v), c.memory.like(), settings, like(settings)};
   auto one = [&](auto& walk, int64_t n, int64_t head) {

@@ -10,7 +10,6 @@
 namespace halflife::koopman {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kBorder = 8;       // blocks from one saved state to the next
 constexpr int64_t kTokenBlock = 64;  // tokens of a block where the call has no chunks

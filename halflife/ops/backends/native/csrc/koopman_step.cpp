@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> wait(
     Tensor q, Tensor k, Tensor v, Tensor gram, Tensor transition, Tensor values, Tensor norm, Tensor inverse,
     Tensor pending_keys, Tensor pending_values, Tensor pending, Tensor gamma, Tensor mix, int64_t power) {
   const Operators o{gram, transition, values, norm, inverse, gamma, mix, power};
-  Tensor y = at::empty(v.sizes(), v.options());
+  Tensor y = like(v);
   Tensor keys = pending_keys.clone(), rows = pending_values.clone(), count = pending + 1;
   const int64_t* slots = pending.data_ptr<int64_t>();
   each_head(o, [&](Scratch& s, int64_t n, int64_t head) {
@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> wait(
 std::vector<Tensor> enter(Tensor q, Tensor k, Tensor v, Tensor gram, Tensor transition, Tensor values, Tensor norm,
                           Tensor last, Tensor inverse, Tensor gamma, Tensor mix, double ridge, int64_t power) {
   const Operators o{gram, transition, values, norm, inverse, gamma, mix, power};
-  Tensor y = at::empty(v.sizes(), v.options());
+  Tensor y = like(v);
   std::vector<Tensor> after;
   for (const Tensor& x : {gram, transition, values, norm, last, inverse}) after.push_back(at::empty_like(x));
   Tensor retries = at::zeros({norm.size(0), norm.size(1)}, norm.options().dtype(at::kLong));

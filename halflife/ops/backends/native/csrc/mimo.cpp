@@ -1,5 +1,5 @@
-// The passes of Mamba-3 MIMO (`mimo_products` and `mimo_output` in halflife/ops/trapezoid), with R queries, keys, values,
-// gates and outputs a head:
+// The passes of Mamba-3 MIMO (`mimo_products` and `mimo_output` in halflife/ops/trapezoid), with R queries, keys,
+// values, gates and outputs a head:
 //
 //   u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x),   out = Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z)
 //
@@ -63,7 +63,7 @@ struct Lanes {
 
 Tensor mimo_output(Tensor y, Tensor before, Tensor x, Tensor z, Tensor later, Tensor now, Tensor values, Tensor gates,
                    Tensor outputs) {
-  Tensor out = at::empty(x.sizes(), x.options());
+  Tensor out = like(x);
   by_type(x, [&](auto entry) {
     using T = decltype(entry);
     const Mimo<T> m(y, before, x, z, later, now, values, gates, outputs);
@@ -90,7 +90,6 @@ inline void accumulate(float* p, Vec x, int64_t n) { write(p, read(p, n) + x, n)
 
 std::vector<Tensor> mimo_output_backward(Tensor dout, Tensor y, Tensor before, Tensor x, Tensor z, Tensor later,
                                          Tensor now, Tensor values, Tensor gates, Tensor outputs) {
-  auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
   Tensor dy = like(y), dlater = like(later), dnow = like(now), dbefore = like(before), dx = like(x), dz = like(z);
   const int64_t weights = values.numel(), rows = x.size(0) * x.size(1);
   Tensor sums = at::zeros({blocks(rows), 3 * weights}, x.options().dtype(at::kFloat));
@@ -204,10 +203,9 @@ std::tuple<Tensor, Tensor> mimo_products(Tensor q, Tensor k, Tensor before, Tens
   return {later, now};
 }
 
-// dq_r = w a_r + γ b_r with a_r = Σ_{s>r} dA_rs k'_s and b_r = Σ_s dB_rs k_s, and dw = Σ_r q_r · a_r, dγ = Σ_r q_r · b_r.
+// With a_r = Σ_{s>r} dA_rs k'_s and b_r = Σ_s dB_rs k_s: dq_r = w a_r + γ b_r, dw = Σ_r q_r · a_r, dγ = Σ_r q_r · b_r.
 std::vector<Tensor> mimo_products_backward(Tensor dlater, Tensor dnow, Tensor q, Tensor k, Tensor before, Tensor weight,
                                            Tensor gain, Tensor skip) {
-  auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
   Tensor dq = like(q), dk = like(k), dbefore = like(before), dweight = like(weight), dgain = like(gain);
   const int64_t rank = q.size(2), heads = q.size(3), square = rank * rank;
   Tensor sums = at::zeros({blocks(q.size(0) * q.size(1)), heads}, skip.options());

@@ -14,7 +14,6 @@ namespace halflife {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 enum class Gate { none, silu_before, sigmoid_before, silu_after, sigmoid_after };
 
@@ -203,7 +202,7 @@ void run_backward(const Call<T>& c, const Grads<T>& g) {
 
 Tensor forward(Tensor x, OptionalTensor gate, OptionalTensor weight, OptionalTensor skip, OptionalTensor scale,
                std::string kind, int64_t group, bool mean, double eps) {
-  Tensor y = at::empty(x.sizes(), x.options());
+  Tensor y = like(x);
   by_type(x, [&](auto entry) {
     using T = decltype(entry);
     const Call<T> c = make_call<T>(x, gate, weight, skip, scale, group, mean, eps);
@@ -215,8 +214,7 @@ Tensor forward(Tensor x, OptionalTensor gate, OptionalTensor weight, OptionalTen
 std::vector<Tensor> backward(Tensor dy, Tensor x, OptionalTensor gate, OptionalTensor weight, OptionalTensor skip,
                              OptionalTensor scale, std::string kind, int64_t group, bool mean, double eps) {
   const Tensor none = at::empty({0}, x.options());
-  auto like = [&](bool there) { return there ? at::empty(x.sizes(), x.options()) : none; };
-  Tensor dx = like(true), dgate = like(gate.has_value()), dskip = like(skip.has_value());
+  Tensor dx = like(x), dgate = gate ? like(x) : none, dskip = skip ? like(x) : none;
   const int64_t channels = x.size(-1), rows = channels ? x.numel() / channels : 0;
   auto sums = [&](bool there) {
     return at::zeros({there ? blocks(rows) : 0, channels}, x.options().dtype(at::kFloat));

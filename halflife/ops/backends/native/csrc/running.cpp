@@ -9,19 +9,15 @@ namespace halflife {
 namespace {
 
 using at::Tensor;
-using Maybe = std::optional<Tensor>;
 
 constexpr int64_t kVectors = 8;  // vectors of channels that one task takes along a sequence
 
 // Call f(sequence, first row, last row, first channel, last channel) in parallel.
 template <class F>
-void each_strip(const Tensor& x, const Maybe& cu_seqlens, F f) {
+void each_strip(const Tensor& x, const OptionalTensor& cu_seqlens, F f) {
   std::vector<int64_t> bounds(x.size(0) + 1);
   for (size_t n = 0; n < bounds.size(); n++) bounds[n] = n * x.size(1);
-  if (cu_seqlens) {
-    const Tensor known = cu_seqlens->to(at::kLong).contiguous();
-    bounds.assign(known.data_ptr<int64_t>(), known.data_ptr<int64_t>() + known.numel());
-  }
+  if (cu_seqlens) bounds = integers(*cu_seqlens);
   const int64_t width = kVectors * kWidth, strips = (x.size(2) + width - 1) / width;
   at::parallel_for(0, (bounds.size() - 1) * strips, 1, [&](int64_t from, int64_t to) {
     for (int64_t task = from; task < to; task++) {
@@ -37,10 +33,10 @@ inline void each_vector(int64_t begin, int64_t end, F f) {
   for (int64_t v = 0, j = begin; j < end; v++, j += kWidth) f(v, j, lanes(j, end));
 }
 
-std::tuple<Tensor, Tensor, Tensor> running_decay(Tensor f, Tensor first, Maybe cu_seqlens) {
+std::tuple<Tensor, Tensor, Tensor> running_decay(Tensor f, Tensor first, OptionalTensor cu_seqlens) {
   const auto options = f.options().dtype(at::kFloat);
   Tensor g = at::empty(f.sizes(), options), last = at::empty(first.sizes(), options);
-  Tensor key = at::empty(f.sizes(), f.options());
+  Tensor key = like(f);
   by_type(f, [&](auto entry) {
     using T = decltype(entry);
     const Rows2<T> x(f), k(key);
@@ -65,9 +61,9 @@ std::tuple<Tensor, Tensor, Tensor> running_decay(Tensor f, Tensor first, Maybe c
 
 // With u_t, the gradient of f_t − lse_{t−1} by g_t and p_t, that of lse_t is D_{t−1} = (1 − p_t) D_t − u_t.
 std::vector<Tensor> running_decay_backward(Tensor dg, Tensor dlast, Tensor dkey, Tensor f, Tensor first,
-                                           Maybe cu_seqlens) {
+                                           OptionalTensor cu_seqlens) {
   const Tensor g = std::get<0>(running_decay(f, first, cu_seqlens));
-  Tensor df = at::empty(dkey.sizes(), dkey.options()), dfirst = at::empty(dlast.sizes(), dlast.options());
+  Tensor df = like(dkey), dfirst = like(dlast);
   by_type(df, [&](auto entry) {
     using T = decltype(entry);
     const Rows2<T> of_key(dkey), out(df);

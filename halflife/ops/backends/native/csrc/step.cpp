@@ -14,7 +14,6 @@ namespace halflife {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // The row of one sequence and head of a tensor [N, 1, H, D] or [N, 1, H] in float32, or of its group [N, 1, G, D].
 std::vector<float> row_of(const Tensor& x, int64_t n, int64_t head, int64_t heads) {
@@ -112,7 +111,7 @@ std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, Op
                                 Tensor state, double scale) {
   const int64_t sequences = q.size(0), heads = v.size(2), keys = q.size(3), values = v.size(3), size = keys * values;
   const int64_t states = g_slow ? 2 : 1;
-  Tensor o = at::empty(v.sizes(), v.options()), next = at::empty_like(state);
+  Tensor o = like(v), next = at::empty_like(state);
   const float* before = state.data_ptr<float>();
   float* after = next.data_ptr<float>();
   auto row = [heads](const Tensor& x, int64_t n, int64_t head) { return row_of(x, n, head, heads); };

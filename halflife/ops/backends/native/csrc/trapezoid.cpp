@@ -12,11 +12,9 @@ namespace halflife {
 namespace {
 
 using at::Tensor;
-using Maybe = std::optional<Tensor>;
 
 constexpr float kTurn = 6.28318531f;  // 2π
 
-Tensor like(const Tensor& x) { return at::empty(x.sizes(), x.options()); }
 Tensor nothing(const Tensor& x) { return at::empty({0}, x.options()); }
 
 // ------------------------------------------------------------------------------------------- queries and keys
@@ -28,14 +26,14 @@ struct Side {
   Rows2<float> weight, bias;
   int64_t heads, size, groups;
 
-  Side(const Tensor& x_, const Maybe& weight_, const Maybe& bias_, int64_t angles)
+  Side(const Tensor& x_, const OptionalTensor& weight_, const OptionalTensor& bias_, int64_t angles)
       : x(x_), weight(weight_), bias(bias_), heads(bias_ ? bias_->size(0) : angles),
         size(bias_ ? bias_->size(1) : x_.size(-1) / angles), groups(x_.size(-1) / size) {}
 
   int64_t group(int64_t head) const { return head / (heads / groups); }
 };
 
-// One token: `unit` [G · K] is x times `inverse` [G], one over the root of its mean square, and `out` [H · K] what is turned.
+// One token: `unit` [G · K] is x times `inverse` [G], one over the root of its mean square; `out` [H · K] is turned.
 template <class T>
 struct Token {
   const Side<T>& m;
@@ -105,8 +103,8 @@ struct Token {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> trapezoid_keys(Tensor c, Tensor b, Tensor angle, Maybe query, Maybe query_bias,
-                                                  Maybe key, Maybe key_bias, Tensor cos, Tensor sin, double eps) {
+std::tuple<Tensor, Tensor, Tensor> trapezoid_keys(Tensor c, Tensor b, Tensor angle, OptionalTensor query, OptionalTensor query_bias,
+                                                  OptionalTensor key, OptionalTensor key_bias, Tensor cos, Tensor sin, double eps) {
   const int64_t angles = angle.size(2), pairs = angle.size(3);
   const auto options = c.options().dtype(at::kFloat);
   Tensor q, k, dot;
@@ -137,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor> trapezoid_keys(Tensor c, Tensor b, Tensor ang
 }
 
 std::vector<Tensor> trapezoid_keys_backward(Tensor dq, Tensor dk, Tensor ddot, Tensor c, Tensor b, Tensor angle,
-                                            Maybe query, Maybe query_bias, Maybe key, Maybe key_bias, Tensor cos,
+                                            OptionalTensor query, OptionalTensor query_bias, OptionalTensor key, OptionalTensor key_bias, Tensor cos,
                                             Tensor sin, double eps) {
   const int64_t angles = angle.size(2), pairs = angle.size(3), turns = angles * pairs;
   Tensor dc = like(c), db = like(b), dangle = at::zeros(angle.sizes(), dq.options());
@@ -187,20 +185,17 @@ struct Output {
   Rows2<float> dot, gain, skip;
   int64_t heads, size;
 
-  Output(const Tensor& o_, const Tensor& v_, const Tensor& dot_, const Tensor& gain_, const Maybe& skip_,
-         const Maybe& z_)
-      : o(o_.flatten(2)), v(v_.flatten(2)), dot(dot_.to(at::kFloat)), gain(gain_.to(at::kFloat)), heads(o_.size(2)),
-        size(o_.size(3)) {
-    if (skip_) skip = Rows2<float>(skip_->to(at::kFloat));
-    if (z_) z = Rows2<T>(z_->to(o_.scalar_type()));
-  }
+  Output(const Tensor& o_, const Tensor& v_, const Tensor& dot_, const Tensor& gain_, const OptionalTensor& skip_,
+         const OptionalTensor& z_)
+      : o(o_.flatten(2)), v(v_.flatten(2)), z(z_), dot(dot_), gain(gain_), skip(skip_), heads(o_.size(2)),
+        size(o_.size(3)) {}
 
   float factor(int64_t i, int64_t h) const {
     return gain.row(i)[h] * dot.row(i)[h] + (skip ? skip.row(0)[h] : 0.f);
   }
 };
 
-Tensor trapezoid_output(Tensor o, Tensor v, Tensor dot, Tensor gain, Maybe skip, Maybe z) {
+Tensor trapezoid_output(Tensor o, Tensor v, Tensor dot, Tensor gain, OptionalTensor skip, OptionalTensor z) {
   Tensor y = at::empty({o.size(0), o.size(1), o.size(2) * o.size(3)}, o.options());
   by_type(o, [&](auto entry) {
     using T = decltype(entry);
@@ -222,10 +217,10 @@ Tensor trapezoid_output(Tensor o, Tensor v, Tensor dot, Tensor gain, Maybe skip,
   return y;
 }
 
-std::vector<Tensor> trapezoid_output_backward(Tensor dy, Tensor o, Tensor v, Tensor dot, Tensor gain, Maybe skip,
-                                              Maybe z) {
-  Tensor d_o = like(o), dv = like(v), dz = z ? at::empty(z->sizes(), o.options()) : nothing(o);
-  Tensor ddot = at::empty(dot.sizes(), dot.options().dtype(at::kFloat)), dgain = at::empty_like(ddot);
+std::vector<Tensor> trapezoid_output_backward(Tensor dy, Tensor o, Tensor v, Tensor dot, Tensor gain, OptionalTensor skip,
+                                              OptionalTensor z) {
+  Tensor d_o = like(o), dv = like(v), dz = z ? like(*z) : nothing(o);
+  Tensor ddot = like(dot), dgain = like(gain);
   Tensor sums = at::zeros({blocks(o.size(0) * o.size(1)), o.size(2)}, ddot.options());
   by_type(o, [&](auto entry) {
     using T = decltype(entry);

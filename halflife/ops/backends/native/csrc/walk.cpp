@@ -12,7 +12,6 @@ namespace halflife {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kBorder = 4;    // chunks from one saved state to the next
 constexpr int64_t kStates = 1 << 18;  // bytes of the states of all heads that a thread works on at a time
@@ -121,8 +120,7 @@ Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, O
          std::move(b), std::move(g_slow), std::move(gain), scale};
   int64_t longest = c.q.size(1);
   if (cu_seqlens) {
-    const Tensor bounds = cu_seqlens->to(at::kLong).contiguous();
-    c.bounds.assign(bounds.data_ptr<int64_t>(), bounds.data_ptr<int64_t>() + bounds.numel());
+    c.bounds = integers(*cu_seqlens);
     longest = 0;
     for (size_t n = 0; n + 1 < c.bounds.size(); n++) longest = std::max(longest, c.bounds[n + 1] - c.bounds[n]);
   }
@@ -397,7 +395,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(
     OptionalTensor b, OptionalTensor g_slow, OptionalTensor gain, Tensor initial, OptionalTensor cu_seqlens,
     double scale, int64_t chunk_size, bool save) {
   const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, gain, cu_seqlens, scale, chunk_size);
-  Tensor o = at::empty(v.sizes(), v.options()), final = at::empty_like(initial);
+  Tensor o = like(v), final = at::empty_like(initial);
   Tensor borders = at::empty({save ? c.max_borders() : 0, c.heads, initial.size(2), initial.size(3)}, initial.options());
   each_head(c, false, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
     walk.forward(n, first, last, initial, final, save ? borders : Tensor(), o);
